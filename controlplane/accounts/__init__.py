@@ -1,0 +1,1 @@
+"""Operators: login, sessions, tokens, roles."""

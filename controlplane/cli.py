@@ -1,0 +1,47 @@
+"""`tidegate`: the one console script.
+
+Layer: service. A sub-command's module is loaded only when it is called, so `tidegate --help` stays fast and
+the control plane never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+
+import click
+
+COMMANDS = {
+    "up": ("controlplane.local.cli:up", "Start everything on this machine and supervise it."),
+    "doctor": ("controlplane.local.cli:doctor", "Print what was found on this machine and what is wrong."),
+    "tenant": ("controlplane.tenants.cli:tenant", "Create, list and change tenants."),
+    "key": ("controlplane.tenants.cli:key", "Create, list and revoke API keys."),
+    "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),
+    "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
+    "db": ("controlplane.serve:db", "Migrate the database."),
+    "engine": ("dataplane.cli:engine", "Run or try the engine alone."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose members are imported when called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("tidegate"), prog_name="tidegate")
+def main() -> None:
+    """Tidegate: the control plane in front of LLM inference, and the engine behind it."""

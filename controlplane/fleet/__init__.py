@@ -1,0 +1,1 @@
+"""Pools, replicas and their launchers."""

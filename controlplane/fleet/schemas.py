@@ -1,0 +1,67 @@
+"""What the fleet service answers to other domains. Layer: service."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dataplane.protocol import CoreReady, Gauges, ReplicaState
+
+LOAD_CHANNEL = "tidegate:load"
+"""Redis pub/sub: one msgpack `ReplicaLoad` for every report taken in."""
+
+
+class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool serves one model name to tenants; `backend` is an adapter's name (`native`)."""
+
+    name: str
+    model: str
+    backend: str
+    created_at: float
+
+
+class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    pool: str
+    url: str
+    state: ReplicaState
+    boot_epoch: int
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """Pools and replicas as of policy `epoch`."""
+
+    epoch: int
+    pools: list[PoolRoute]
+    replicas: list[ReplicaRoute]
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's load as of its last report."""
+
+    replica: str
+    at: float
+    state: ReplicaState
+    running: int
+    waiting: int
+    blocks_free: int
+    blocks_total: int
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the Replicas page. `age_s` is the time since the last report, None before the first."""
+
+    replica: str
+    pool: str
+    model: str
+    url: str
+    state: ReplicaState
+    state_reason: str
+    state_since: float
+    age_s: float | None
+    boot_epoch: int
+    core_epoch: int
+    core_restarts: int
+    started_at: float | None
+    policy_epoch: int
+    ready: CoreReady | None
+    gauges: Gauges | None

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible API: auth → admit → route → relay → settle."""

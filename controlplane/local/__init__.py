@@ -1,0 +1,1 @@
+"""The deployment on one machine: embedded services, supervisor, doctor, check."""

@@ -1,0 +1,1 @@
+"""Pure choice of a replica."""

@@ -1,0 +1,1 @@
+"""Histograms, ingest, rows, rollups, Prometheus."""

@@ -1,0 +1,603 @@
+"""Wire structs shared by the engine and the control plane.
+
+Layer: service. This module owns every message that crosses a process boundary: front ↔ core
+(msgpack over ZMQ) and replica or gateway → control plane (msgpack over HTTP). It imports neither torch
+nor any I/O; it is the one module of `dataplane` that `controlplane` imports freely.
+
+Fields may be added with a default; a field is never renamed, retyped or removed without a new
+`SCHEMA_VERSION`. Times called `*_at` are Unix seconds; durations are seconds; sizes are bytes or tokens
+as named.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+SCHEMA_VERSION = 1
+WINDOW_SECONDS = 10
+
+
+class Layer(enum.StrEnum):
+    """The seven layers; every refusal, preemption, alert and metric names one."""
+
+    SERVICE = "service"
+    SCHEDULING = "scheduling"
+    MEMORY = "memory"
+    ALGORITHM = "algorithm"
+    RUNTIME = "runtime"
+    PARALLELISM = "parallelism"
+    HARDWARE = "hardware"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, as the engine saw it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class UsageBasis(enum.StrEnum):
+    """Where a usage number comes from: the engine's own count, the front's count of what it delivered, an estimate."""
+
+    ENGINE = "engine"
+    COUNTED = "counted"
+    ESTIMATED = "estimated"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every wire struct: immutable, keyword-only, defaults left off the wire."""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Histogram
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Tally(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Base of everything that only ever adds up: numbers, dicts and lists of them, nested tallies."""
+
+    def merge(self, other: Self, sign: int = 1) -> None:
+        """Add `other` field by field (`sign` −1 subtracts an earlier snapshot of the same counters)."""
+        for name in self.__struct_fields__:
+            setattr(self, name, _add(getattr(self, name), getattr(other, name), sign))
+
+    def copy(self) -> Self:
+        """A deep copy that shares nothing with this tally."""
+        fresh = type(self)()
+        fresh.merge(self)
+        return fresh
+
+    def since(self, earlier: Self) -> Self:
+        """What was added after `earlier`, a snapshot of the same counters."""
+        delta = self.copy()
+        delta.merge(earlier, sign=-1)
+        return delta
+
+
+def _add(mine: Any, theirs: Any, sign: int) -> Any:
+    if theirs is None:
+        return mine
+    if mine is None:
+        mine = type(theirs)()
+    if isinstance(theirs, Tally):
+        mine.merge(theirs, sign)
+        return mine
+    if isinstance(theirs, dict):
+        merged = {key: _add(mine.get(key), value, sign) for key, value in theirs.items()}
+        return {key: value for key, value in {**mine, **merged}.items() if value != type(value)()}
+    if isinstance(theirs, list):
+        longer = max(len(mine), len(theirs))
+        return [
+            _add(mine[i] if i < len(mine) else None, theirs[i] if i < len(theirs) else None, sign)
+            for i in range(longer)
+        ]
+    return mine + sign * theirs
+
+
+class Histogram(Tally, kw_only=True):
+    """OpenTelemetry exponential histogram, schema 3, sparse and mergeable by addition.
+
+    Bucket `i` holds values in (2^((i−1)/8), 2^(i/8)], so a quantile is known to within 9.05 % of itself.
+    `zero` counts values at or below `2^(MIN_INDEX/8)` (about 1 µs); `over` counts values above
+    `2^(MAX_INDEX/8)` (4,096 s): a quantile that falls there is ">4096 s", never a number.
+    Source: OpenTelemetry metrics data model, ExponentialHistogram.
+    """
+
+    SCALE: ClassVar[int] = 3
+    PER_OCTAVE: ClassVar[int] = 8
+    MIN_INDEX: ClassVar[int] = -160
+    MAX_INDEX: ClassVar[int] = 96
+
+    count: int = 0
+    total: float = 0.0
+    zero: int = 0
+    over: int = 0
+    buckets: dict[int, int] = {}
+
+    def record(self, value: float, n: int = 1) -> None:
+        """Add `n` observations of `value` (seconds). NaN, infinity and negative values raise ValueError."""
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"histogram value must be finite and not negative, got {value!r}")
+        self.count += n
+        self.total += value * n
+        index = math.ceil(self.PER_OCTAVE * math.log2(value)) if value > 0.0 else self.MIN_INDEX
+        if index <= self.MIN_INDEX:
+            self.zero += n
+        elif index > self.MAX_INDEX:
+            self.over += n
+        else:
+            self.buckets[index] = self.buckets.get(index, 0) + n
+
+    @classmethod
+    def upper_bound(cls, index: int) -> float:
+        """Upper edge of bucket `index`, in seconds."""
+        return float(2.0 ** (index / cls.PER_OCTAVE))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Front ↔ core
+# --------------------------------------------------------------------------------------------------------------
+
+
+class SamplingParams(Message, kw_only=True):
+    """How to choose tokens and when to stop. Ranges are checked by `dataplane.request.validate_params`.
+
+    `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None means up to the context limit.
+    `repetition_penalty` divides positive and multiplies negative logits of tokens already seen (CTRL);
+    presence and frequency penalties subtract, over output tokens only (OpenAI).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class EngineRequest(Message, kw_only=True):
+    """One sequence for the engine core. `tenant` and `fair_tag` come from the gateway, never from the client."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrived_at: float
+    tenant: str = ""
+    priority: int = 0
+    fair_tag: float = 0.0
+    deadline_at: float | None = None
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+class Timing(Message, kw_only=True):
+    """One request's milestones on the core's monotonic clock, in seconds."""
+
+    queued: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class RequestOutput(Message, kw_only=True):
+    """What one step produced for one request. `finish` is set exactly once, on the last output."""
+
+    request_id: str
+    token_ids: list[int] = []
+    finish: FinishReason | None = None
+    stop_reason: int | None = None
+    cached_tokens: int = 0
+    timing: Timing | None = None
+    preemptions: int = 0
+    kv_block_seconds: float = 0.0
+    error: str | None = None
+
+
+class AddRequest(Message, tag="add", kw_only=True):
+    request: EngineRequest
+    boot_epoch: int = 0
+
+
+class AbortRequests(Message, tag="abort", kw_only=True):
+    request_ids: list[str]
+    boot_epoch: int = 0
+
+
+class Shutdown(Message, tag="shutdown", kw_only=True):
+    """Ask the core to finish what runs and exit."""
+
+    drain: bool = True
+    boot_epoch: int = 0
+
+
+FrontMessage = AddRequest | AbortRequests | Shutdown
+
+
+class CoreReady(Message, tag="ready", kw_only=True):
+    """The core has loaded its model and accepts requests."""
+
+    boot_epoch: int
+    model: str
+    max_model_len: int
+    block_size: int
+    total_blocks: int
+    eos_token_ids: list[int] = []
+    load_seconds: float = 0.0
+    device: str = "cpu"
+    attention_backend: str = ""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+
+
+class StepOutput(Message, tag="step", kw_only=True):
+    """All outputs of one engine step: one frame a step. `stats` rides along when it changed."""
+
+    boot_epoch: int
+    step: int
+    outputs: list[RequestOutput] = []
+    stats: CoreStats | None = None
+
+
+class CoreFault(Message, tag="fault", kw_only=True):
+    """The core hit an error it cannot go on from; it exits after this frame."""
+
+    boot_epoch: int
+    error: str
+
+
+CoreMessage = CoreReady | StepOutput | CoreFault
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Report: counters that only grow within one boot, by layer
+# --------------------------------------------------------------------------------------------------------------
+
+
+class ServiceCounters(Tally, kw_only=True):
+    received: int = 0
+    finished: dict[str, int] = {}
+    ttft: Histogram | None = None
+    tpot: Histogram | None = None
+    itl: Histogram | None = None
+    itl_with_prefill: Histogram | None = None
+    e2e: Histogram | None = None
+    queue: Histogram | None = None
+    prefill: Histogram | None = None
+    decode: Histogram | None = None
+
+
+class TenantService(Tally, kw_only=True):
+    """What one tenant was served by this replica."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    kv_block_seconds: float = 0.0
+    device_seconds: float = 0.0
+    finished: int = 0
+
+
+class SchedulingCounters(Tally, kw_only=True):
+    steps: int = 0
+    tokens_scheduled: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    token_budget: int = 0
+    preemptions: dict[str, int] = {}
+    tenants: dict[str, TenantService] = {}
+
+
+class MemoryCounters(Tally, kw_only=True):
+    """Prefix lookups in tokens. A first attempt and a recompute after preemption are never mixed."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    recompute_queries: int = 0
+    recompute_hits: int = 0
+    evictions: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    out_of_memory: int = 0
+
+
+class ProposerCounters(Tally, kw_only=True):
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = []
+
+
+class AlgorithmCounters(Tally, kw_only=True):
+    speculation: dict[str, ProposerCounters] = {}
+    expert_tokens: list[list[int]] = []
+
+
+class RuntimeCounters(Tally, kw_only=True):
+    """Seconds of step time by part, and what the steps should have cost (configured) beside it."""
+
+    schedule_s: float = 0.0
+    prepare_s: float = 0.0
+    launch_s: float = 0.0
+    forward_s: float = 0.0
+    sync_s: float = 0.0
+    sample_s: float = 0.0
+    post_s: float = 0.0
+    idle_s: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    step_time: Histogram | None = None
+
+
+class Collective(Tally, kw_only=True):
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class ParallelismCounters(Tally, kw_only=True):
+    collectives: dict[str, Collective] = {}
+    overlapped_s: float = 0.0
+    rank_skew_s: float = 0.0
+    kv_transfers: int = 0
+    kv_transfer_bytes: int = 0
+    migrations: int = 0
+
+
+class RankMemory(Message, kw_only=True):
+    """One rank's memory ledger, in bytes."""
+
+    weights: int = 0
+    kv: int = 0
+    workspace: int = 0
+    fragments: int = 0
+    free: int = 0
+    total: int = 0
+
+
+class Counters(Tally, kw_only=True):
+    """Everything that is counted, by layer."""
+
+    service: ServiceCounters = msgspec.field(default_factory=ServiceCounters)
+    scheduling: SchedulingCounters = msgspec.field(default_factory=SchedulingCounters)
+    memory: MemoryCounters = msgspec.field(default_factory=MemoryCounters)
+    algorithm: AlgorithmCounters = msgspec.field(default_factory=AlgorithmCounters)
+    runtime: RuntimeCounters = msgspec.field(default_factory=RuntimeCounters)
+    parallelism: ParallelismCounters = msgspec.field(default_factory=ParallelismCounters)
+
+
+class Gauges(Message, kw_only=True):
+    """State at one moment. `kv_slots_empty` counts slots that are allocated and hold no token (internal waste)."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    block_size: int = 0
+    kv_slots_empty: int = 0
+    credits: int = 0
+    ranks: list[RankMemory] = []
+    device: str = ""
+    power_watts: float | None = None
+    clock_mhz: float | None = None
+
+
+class CoreStats(Message, kw_only=True):
+    """What the core knows of itself: counters since its boot, and its state now."""
+
+    counters: Counters
+    gauges: Gauges
+
+
+class Window(Message, kw_only=True):
+    """What happened within one aligned span of `WINDOW_SECONDS`, complete as far as known.
+
+    A window is sent again, whole and larger, while it grows: the receiver replaces what it holds for
+    (instance, boot_epoch, start) if the sequence is newer, so a repeat or a lost acknowledgement never
+    counts twice.
+    """
+
+    start: int
+    counters: Counters = msgspec.field(default_factory=Counters)
+    gauge_sums: dict[str, float] = {}
+    gauge_max: dict[str, float] = {}
+    gauge_samples: int = 0
+
+
+class UsageRecord(Message, kw_only=True):
+    """One attempt's cost, kept by its producer until acknowledged and stored once by `attempt_id`."""
+
+    attempt_id: str
+    request_id: str
+    tenant: str
+    key_id: str
+    pool: str
+    model: str
+    replica: str
+    started_at: float
+    finished_at: float
+    finish: str
+    basis: UsageBasis
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    kv_block_seconds: float = 0.0
+    device_seconds: float = 0.0
+    project: str = ""
+    boot_epoch: int = 0
+
+
+class ReplicaState(enum.StrEnum):
+    """STARTING, READY, DRAINING and FAILED are what a replica says of itself; STALE and LOST are concluded by
+    the control plane from silence."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STALE = "stale"
+    LOST = "lost"
+
+
+class Report(Message, kw_only=True):
+    """Replica → control plane, about one a second.
+
+    `windows` holds those that changed since the report numbered `acknowledged`; `full` marks a report that
+    holds all retained windows (first of a boot, or after a resync was asked for). `usage` holds every
+    record not yet acknowledged, bounded per report.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    replica: str
+    pool: str
+    model: str
+    url: str
+    boot_epoch: int
+    core_epoch: int
+    sequence: int
+    acknowledged: int
+    full: bool = False
+    sent_at: float
+    started_at: float
+    state: ReplicaState
+    state_reason: str = ""
+    core_restarts: int = 0
+    policy_epoch: int = 0
+    ready: CoreReady | None = None
+    gauges: Gauges = Gauges()
+    windows: list[Window] = []
+    usage: list[UsageRecord] = []
+
+
+class Command(Message, kw_only=True):
+    """One instruction to a replica: `drain`, `resync`, `profile`."""
+
+    id: str
+    kind: str
+    args: dict[str, Any] = {}
+
+
+class ReportAck(Message, kw_only=True):
+    """Everything up to `sequence` is stored; `usage_ids` are stored and may be forgotten."""
+
+    sequence: int
+    usage_ids: list[str] = []
+    policy_epoch: int = 0
+    commands: list[Command] = []
+
+
+class GatewayCounters(Tally, kw_only=True):
+    """`accepted` requests passed authentication; each ends in exactly one of `finished` (by OpenAI finish
+    reason), `refused` (by reason), `failed` (by cause) or `cancelled`. TTFT runs from acceptance; requests
+    that were not streamed have none. `ttft` is the first token of any kind, `ttft_visible` the first that
+    carries text the client shows. `tpot` is (last − first)/(n − 1) per request.
+    """
+
+    accepted: int = 0
+    finished: dict[str, int] = {}
+    refused: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft: Histogram | None = None
+    ttft_visible: Histogram | None = None
+    tpot: Histogram | None = None
+    itl: Histogram | None = None
+    e2e: Histogram | None = None
+
+
+class GatewaySeries(Message, kw_only=True):
+    """One gateway's view of one tenant on one pool and replica. `pool` and `replica` are empty when refused before routing."""
+
+    tenant: str
+    pool: str
+    replica: str
+    counters: GatewayCounters
+
+
+class GatewayWindow(Message, kw_only=True):
+    start: int
+    series: list[GatewaySeries] = []
+
+
+class GatewayReport(Message, kw_only=True):
+    """Gateway → control plane, about one a second, with the same acknowledgement rules as `Report`."""
+
+    schema_version: int = SCHEMA_VERSION
+    gateway: str
+    boot_epoch: int
+    sequence: int
+    acknowledged: int
+    full: bool = False
+    sent_at: float
+    started_at: float
+    policy_epoch: int = 0
+    in_flight: int = 0
+    windows: list[GatewayWindow] = []
+
+
+# --------------------------------------------------------------------------------------------------------------
+# KV events (vLLM's event format, array-like on the wire)
+# --------------------------------------------------------------------------------------------------------------
+
+
+class KVEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
+    """Base of vLLM's KV cache events: tagged by class name, encoded as arrays."""
+
+
+class BlockStored(KVEvent):
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class BlockRemoved(KVEvent):
+    block_hashes: list[bytes]
+    medium: str | None = None
+
+
+class AllBlocksCleared(KVEvent):
+    pass
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Gateway → replica headers
+# --------------------------------------------------------------------------------------------------------------
+
+HEADER_ATTEMPT = "x-tidegate-attempt"
+HEADER_TENANT = "x-tidegate-tenant"
+HEADER_PROJECT = "x-tidegate-project"
+HEADER_KEY = "x-tidegate-key"
+HEADER_SALT = "x-tidegate-salt"
+HEADER_PRIORITY = "x-tidegate-priority"
+HEADER_FAIR_TAG = "x-tidegate-fair-tag"
+HEADER_USAGE = "x-tidegate-usage"
+HEADER_REPLICA = "x-tidegate-replica"
+HEADER_REASON = "x-tidegate-reason"
+HEADER_REQUEST = "x-request-id"
+
+encode = msgspec.msgpack.Encoder().encode
