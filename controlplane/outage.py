@@ -1,0 +1,37 @@
+"""Telling "the store is away" from every other error.
+
+Layer: service. Postgres and Redis drivers raise many types when a server is gone; this is the one place that
+knows them. It never decides what to do about it.
+"""
+
+from __future__ import annotations
+
+import asyncpg
+import redis.exceptions
+import sqlalchemy.exc
+
+_DATABASE_AWAY = (
+    asyncpg.exceptions.CannotConnectNowError,
+    asyncpg.exceptions.ConnectionDoesNotExistError,
+    asyncpg.exceptions.AdminShutdownError,
+    asyncpg.exceptions.CrashShutdownError,
+    asyncpg.exceptions.TooManyConnectionsError,
+    asyncpg.InterfaceError,
+    sqlalchemy.exc.InterfaceError,
+    sqlalchemy.exc.OperationalError,
+    sqlalchemy.exc.TimeoutError,
+    ConnectionError,
+    TimeoutError,
+)
+_REDIS_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
+
+
+def away(error: BaseException) -> str | None:
+    """ "database" or "redis" when `error` says that store cannot be reached, else None."""
+    if isinstance(error, _REDIS_AWAY):
+        return "redis"
+    if isinstance(error, _DATABASE_AWAY):
+        return "database"
+    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
+        return "database"
+    return None

@@ -1,0 +1,35 @@
+"""The id one request carries through all logs and processes.
+
+Layer: service. A client's `x-request-id` is kept when it is harmless, else replaced; handlers read either the
+scope or the header, which agree. Never trusted for anything but naming.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from uuid import uuid4
+
+from dataplane.protocol import HEADER_REQUEST
+
+_NAME = HEADER_REQUEST.encode()
+_HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def assign(scope: Any) -> bytes:
+    """Settle this request's id in the scope's state and headers."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given = next((value for name, value in headers if name == _NAME), None)
+    if given is not None and _HARMLESS.fullmatch(given):
+        identifier = given
+    else:
+        identifier = uuid4().hex.encode()
+        scope["headers"] = [pair for pair in headers if pair[0] != _NAME] + [(_NAME, identifier)]
+    scope["state"]["request_id"] = identifier.decode()
+    return identifier
+
+
+def request_id(scope: Any) -> str:
+    """This request's id."""
+    identifier: str = scope["state"].get("request_id", "")
+    return identifier

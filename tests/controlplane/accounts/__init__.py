@@ -1,0 +1,1 @@
+"""Operators, sessions and admin tokens."""

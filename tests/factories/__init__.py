@@ -1,0 +1,1 @@
+"""Makers of rows, requests and tiny models."""
