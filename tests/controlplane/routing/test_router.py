@@ -140,7 +140,7 @@ def test_the_choice_is_cheapest_of_its_tier_and_never_a_forbidden_state(snap: Ro
 def test_a_stored_snapshot_replays_to_the_same_decision(snap: RoutingSnapshot, seed: int) -> None:
     stored = msgspec.msgpack.encode(snap)
     replayed = msgspec.msgpack.decode(stored, type=RoutingSnapshot)
-    assert decide(replayed, Random(seed)) == decide(snap, 0.0, Random(seed))
+    assert decide(replayed, 0.0, Random(seed)) == decide(snap, 0.0, Random(seed))
 
 
 @given(snapshots, st.integers(0, 2**32))
