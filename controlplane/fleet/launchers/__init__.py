@@ -1,0 +1,1 @@
+"""Launchers start replicas: on this machine, on Kubernetes, on Ray. One file each, one protocol (`base`)."""
