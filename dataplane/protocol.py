@@ -203,6 +203,7 @@ class RequestOutput(Message, kw_only=True):
     timing: Timing | None = None
     preemptions: int = 0
     kv_block_seconds: float = 0.0
+    device_seconds: float = 0.0
     error: str | None = None
 
 
@@ -492,12 +493,16 @@ class Command(Message, kw_only=True):
 
 
 class ReportAck(Message, kw_only=True):
-    """Everything up to `sequence` is stored; `usage_ids` are stored and may be forgotten."""
+    """Everything up to `sequence` is stored; `usage_ids` are stored and may be forgotten.
+
+    `refused` names the parts of the report that were set aside with a reason; sending them again changes nothing.
+    """
 
     sequence: int
     usage_ids: list[str] = []
     policy_epoch: int = 0
     commands: list[Command] = []
+    refused: list[str] = []
 
 
 class GatewayCounters(Tally, kw_only=True):

@@ -1,0 +1,1 @@
+"""Model algorithm: from logits to tokens, and when to stop."""

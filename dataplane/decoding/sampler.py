@@ -1,0 +1,124 @@
+"""From logits to tokens.
+
+Layer: model algorithm. Greedy rows cost one argmax and nothing else. The randomness of a sampled row depends on
+its request's seed and the position of the token alone, so a request draws the same tokens whoever shares its
+batch, and draws them again after a preemption. It chooses; it does not decide when a request ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from dataplane.protocol import SamplingParams
+
+NOT_FINITE = "the model produced a logit that is not a number"
+
+
+class RowParams:
+    """One request's sampling parameters and what they need to know of its progress."""
+
+    __slots__ = ("generated", "params", "penalised", "prompt_seen", "seed", "stop_ids", "used")
+
+    def __init__(
+        self, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], tokens: list[int], prompt_len: int
+    ) -> None:
+        self.params, self.seed, self.stop_ids = params, seed, stop_ids
+        self.generated = len(tokens) - prompt_len
+        self.penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        self.prompt_seen = frozenset(tokens[:prompt_len]) if self.penalised else frozenset()
+        self.used: Counter[int] = Counter(tokens[prompt_len:]) if self.penalised else Counter()
+
+    def take(self, token: int) -> None:
+        """A token was generated."""
+        self.generated += 1
+        if self.penalised:
+            self.used[token] += 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether the row's logits can be used as they are."""
+        return not self.penalised and not self.held_back
+
+    @property
+    def held_back(self) -> tuple[int, ...]:
+        """Tokens that may not come yet."""
+        return self.stop_ids if self.generated < self.params.min_tokens else ()
+
+    @property
+    def uniform(self) -> float:
+        """The row's random number in [0, 1): a hash of seed and position."""
+        digest = hashlib.blake2b(f"{self.seed}:{self.generated}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], list[int]]:
+    """A token for each row of `logits` [R, vocab], and the indices of rows whose logits are not finite.
+
+    A row that is not finite gets token 0, which nobody should use. `logits` may be written to.
+    """
+    for index, row in enumerate(rows):
+        if not row.plain:
+            _adjust(logits[index], row)
+    best, tokens = logits.max(dim=-1)
+    bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and index not in bad]
+    if drawn:
+        tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])
+    if bad:
+        tokens[bad] = 0
+    return tokens.tolist(), bad
+
+
+def _adjust(logits: Tensor, row: RowParams) -> None:
+    """Penalties and held-back tokens, in place on one row [vocab].
+
+    Repetition (CTRL, Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over output.
+    """
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(row.prompt_seen | row.used.keys()))
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if row.used and (params.presence_penalty or params.frequency_penalty):
+        used = torch.tensor(list(row.used.keys()))
+        counts = torch.tensor(list(row.used.values()), dtype=logits.dtype)
+        logits[used] -= params.presence_penalty + params.frequency_penalty * counts
+    if row.held_back:
+        logits[list(row.held_back)] = float("-inf")
+
+
+def _draw(logits: Tensor, rows: list[RowParams]) -> Tensor:
+    """Temperature, top-k, top-p, min-p in this order, then the token where the cumulated mass passes u [R]."""
+    temperature = torch.tensor([row.params.temperature for row in rows]).clamp_min(1e-5).unsqueeze(1)
+    logits = logits / temperature
+    if any(0 < row.params.top_k < logits.shape[1] or row.params.top_p < 1.0 for row in rows):
+        _keep_top(logits, rows)
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    if any(row.params.min_p > 0.0 for row in rows):
+        floor = torch.tensor([row.params.min_p for row in rows], dtype=torch.float64).unsqueeze(1)
+        probabilities[probabilities < floor * probabilities.amax(dim=-1, keepdim=True)] = 0.0
+    mass = probabilities.cumsum(dim=-1)
+    target = torch.tensor([row.uniform for row in rows], dtype=torch.float64).unsqueeze(1) * mass[:, -1:]
+    return torch.searchsorted(mass, target, right=True).clamp_max(logits.shape[1] - 1).squeeze(1)
+
+
+def _keep_top(logits: Tensor, rows: list[RowParams]) -> None:
+    """Set what top-k and top-p leave out to −∞, in place, for the rows that ask for it."""
+    vocab = logits.shape[1]
+    for index, row in enumerate(rows):
+        k, p = row.params.top_k, row.params.top_p
+        if not 0 < k < vocab and p >= 1.0:
+            continue
+        values, order = logits[index].topk(k) if 0 < k < vocab else logits[index].sort(descending=True)
+        if p < 1.0:
+            mass = torch.softmax(values, dim=-1).cumsum(dim=-1)
+            keep = int((mass < p).sum()) + 1
+            order, values = order[:keep], values[:keep]
+        logits[index].fill_(float("-inf"))
+        logits[index, order] = values

@@ -1,0 +1,171 @@
+"""The engine core: schedule, execute, update; one call is one step.
+
+Layer: service. Synchronous, without I/O or threads: the process that serves and the offline `LLM` both call it
+directly. It joins scheduler, executor and accounting, and holds no policy of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+
+from dataplane.config import EngineConfig
+from dataplane.errors import IntegrityError
+from dataplane.hardware.device import available_memory, resident_memory, total_memory
+from dataplane.memory.manager import KVManager
+from dataplane.protocol import (
+    CoreReady,
+    CoreStats,
+    Counters,
+    EngineRequest,
+    Gauges,
+    Histogram,
+    KVEventBatch,
+    RankMemory,
+    RequestOutput,
+    RuntimeCounters,
+)
+from dataplane.request import Request, RequestError, validate_params
+from dataplane.runtime.model_runner import ModelRunner
+from dataplane.scheduling.plan import Plan, StepResult
+from dataplane.scheduling.scheduler import Scheduler
+
+__all__ = ["EngineCore", "IntegrityError"]
+
+
+class EngineCore:
+    """One model, one scheduler, one KV pool. Building it loads the model; ConfigError says why it cannot."""
+
+    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        started = clock()
+        self.config = config
+        self._clock = clock
+        self._runner = ModelRunner(config, clock)
+        self._kv = KVManager(
+            config.cache.num_blocks,
+            config.cache.block_size,
+            prefix_caching=config.cache.prefix_caching,
+            kv_format=config.dtype,
+            events=config.cache.kv_events,
+        )
+        shape = config.model.shape
+        self._scheduler = Scheduler(config.scheduler, self._kv, eos_token_ids=shape.eos_token_ids)
+        self._runtime = RuntimeCounters(step_time=Histogram())
+        self._seeds = random.Random(config.seed or None)  # noqa: S311 - sampling is no secret
+        self._step_ended = clock()
+        self.ready = CoreReady(
+            boot_epoch=config.boot_epoch,
+            model=config.model.name,
+            max_model_len=config.model.max_model_len,
+            block_size=config.cache.block_size,
+            total_blocks=self._kv.pool.usable,
+            eos_token_ids=list(shape.eos_token_ids),
+            load_seconds=self._step_ended - started,
+            device=config.device,
+            attention_backend=self._runner.attention.name,
+            weight_bytes=self._runner.weight_bytes,
+            kv_bytes=self._runner.store.nbytes,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError when it can never run."""
+        model = self.config.model
+        prompt = request.prompt_token_ids
+        validate_params(
+            request.params, vocab_size=model.shape.vocab, max_model_len=model.max_model_len, prompt_len=len(prompt)
+        )
+        if min(prompt) < 0 or max(prompt) >= model.shape.vocab:
+            raise RequestError(f"prompt token ids must be between 0 and {model.shape.vocab - 1}", param="prompt")
+        if not math.isfinite(request.fair_tag):
+            raise RequestError(f"fair_tag must be finite, got {request.fair_tag}", param="fair_tag")
+        if request.adapter:
+            raise RequestError(f"the adapter {request.adapter} is not loaded", "model_not_found", "model")
+        seed = self._seeds.getrandbits(63)
+        self._scheduler.add(Request.of(request, now=self._clock(), max_model_len=model.max_model_len, seed=seed))
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests now and free their blocks; their last outputs. Unknown ids are ignored."""
+        return self._scheduler.abort(request_ids, self._clock())
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return self._scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; what it produced. Without work it does nothing."""
+        if not self._scheduler.has_work():
+            return []
+        started = self._clock()
+        plan = self._scheduler.plan(started)
+        planned = self._clock()
+        result = self._runner.submit(plan).result()
+        executed = self._clock()
+        outputs = self._scheduler.commit(plan, result, executed)
+        self._count(plan, result, started, planned, executed)
+        return outputs
+
+    def stats(self) -> CoreStats:
+        """Counters since boot and gauges now; copies, which the caller may keep."""
+        counters = Counters()
+        counters.scheduling.merge(self._scheduler.counters)
+        counters.memory.merge(self._scheduler.memory)
+        counters.memory.evictions = self._kv.pool.evictions
+        counters.service.merge(self._scheduler.service)
+        counters.runtime.merge(self._runtime)
+        return CoreStats(counters=counters, gauges=self._gauges())
+
+    def take_kv_events(self) -> KVEventBatch | None:
+        """What was stored in and removed from the prefix cache since the last call, or None."""
+        events = self._kv.take_events()
+        return KVEventBatch(ts=time.time(), events=events) if events else None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block. False, and nothing done, while a request holds any."""
+        return self._kv.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when scheduler, tables and pool disagree."""
+        self._scheduler.check_integrity()
+
+    def _gauges(self) -> Gauges:
+        pool, weights = self._kv.pool, self.ready.weight_bytes
+        written = pool.touched * self.config.model.shape.kv_bytes_per_token * self.config.cache.block_size
+        return Gauges(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            blocks_total=pool.usable,
+            blocks_used=pool.used,
+            blocks_cached=len(pool.index),
+            blocks_free=len(pool.free),
+            block_size=self.config.cache.block_size,
+            kv_slots_empty=self._scheduler.empty_slots,
+            ranks=[
+                RankMemory(
+                    weights=weights,
+                    kv=self.ready.kv_bytes,
+                    workspace=max(0, resident_memory() - weights - written),
+                    free=available_memory(),
+                    total=total_memory(),
+                )
+            ],
+            device=self.config.device,
+        )
+
+    def _count(self, plan: Plan, result: StepResult, started: float, planned: float, executed: float) -> None:
+        runtime, seconds, shape = self._runtime, result.seconds, self.config.model.shape
+        ended = self._clock()
+        runtime.idle_s += started - self._step_ended
+        runtime.schedule_s += planned - started
+        runtime.prepare_s += seconds.prepare
+        runtime.launch_s += seconds.launch
+        runtime.forward_s += seconds.forward
+        runtime.sync_s += seconds.sync
+        runtime.sample_s += seconds.sample
+        runtime.post_s += ended - executed
+        runtime.flops += shape.step_flops(plan.total_tokens, plan.pairs, len(plan.samples))
+        runtime.bytes += shape.step_bytes(plan.context, len(plan.samples))
+        assert runtime.step_time is not None
+        runtime.step_time.record(max(0.0, ended - started))
+        self._step_ended = ended

@@ -1,0 +1,1 @@
+"""Hardware: what device this is and what it holds."""

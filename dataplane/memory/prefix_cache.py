@@ -1,0 +1,72 @@
+"""Names for full KV blocks, and the index from name to block.
+
+Layer: state and memory. Pure, torch-free. A block's hash is SHA-256 over its parent's hash and its tokens; the
+chain starts from a root that holds the KV format, the adapter and the tenant's salt, so blocks of different
+tenants, adapters or formats never meet. The index only finds; it owns no block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+from dataplane.memory.free_queue import Block
+
+
+def root_hash(*, kv_format: str, adapter: str, salt: str, tenant: str) -> bytes:
+    """Where a chain starts. Without a salt the tenant isolates; a shared pool gives its tenants one salt."""
+    digest = sha256(b"tidegate-kv-1")
+    for part in (kv_format, adapter, "salt" if salt else "tenant", salt or tenant):
+        raw = part.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    return digest.digest()
+
+
+def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a full block after `parent`."""
+    return sha256(parent + array("I", tokens).tobytes()).digest()
+
+
+def extend_chain(hashes: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
+    """Append to `hashes` those of every full block of `tokens` that is not there yet."""
+    for index in range(len(hashes), len(tokens) // block_size):
+        parent = hashes[-1] if hashes else root
+        hashes.append(block_hash(parent, tokens[index * block_size : (index + 1) * block_size]))
+
+
+class PrefixIndex:
+    """Hash → blocks that hold it. Tables are append-only, so two blocks may hold the same content."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, dict[int, Block]] = {}
+
+    def __len__(self) -> int:
+        """Blocks indexed, duplicates counted."""
+        return sum(len(blocks) for blocks in self._blocks.values())
+
+    def get(self, key: bytes) -> Block | None:
+        """The block that was indexed first under `key`."""
+        blocks = self._blocks.get(key)
+        return next(iter(blocks.values())) if blocks else None
+
+    def add(self, key: bytes, block: Block) -> bool:
+        """Index `block`; True if `key` was not there before."""
+        blocks = self._blocks.setdefault(key, {})
+        blocks[block.block_id] = block
+        return len(blocks) == 1
+
+    def remove(self, key: bytes, block: Block) -> bool:
+        """Forget `block`; True if no other block holds `key`."""
+        blocks = self._blocks[key]
+        del blocks[block.block_id]
+        if blocks:
+            return False
+        del self._blocks[key]
+        return True
+
+    def clear(self) -> None:
+        self._blocks.clear()
+
+    def holds(self, key: bytes, block: Block) -> bool:
+        return self._blocks.get(key, {}).get(block.block_id) is block

@@ -1,0 +1,1 @@
+"""Model algorithm: checkpoints and the networks they hold."""

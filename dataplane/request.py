@@ -1,0 +1,217 @@
+"""A request inside the engine core: its data, its explicit state machine, and the check of its parameters.
+
+Layer: scheduling. Pure. A request knows where it stands; it never decides what happens next: only the
+scheduler moves it, and a move that is not in `MOVES` raises.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from dataplane.protocol import EngineRequest, FinishReason, SamplingParams, Timing
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_TOKENS = 64
+MAX_STOP_STRINGS = 16
+
+
+class RequestError(Exception):
+    """A request that can never run as asked: one sentence, an OpenAI error code and the parameter at fault."""
+
+    def __init__(self, message: str, code: str = "invalid_value", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+class InvalidTransitionError(Exception):
+    """A request was moved along an edge that its state machine does not have."""
+
+
+class RequestState(enum.StrEnum):
+    """Where a request stands. The four FINISHED states are final."""
+
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"
+    FINISHED_ABORTED = "finished_aborted"
+    FINISHED_ERROR = "finished_error"
+
+    @property
+    def finished(self) -> bool:
+        return self in FINISH_REASONS
+
+
+FINISH_REASONS = {
+    RequestState.FINISHED_STOPPED: FinishReason.STOP,
+    RequestState.FINISHED_LENGTH: FinishReason.LENGTH,
+    RequestState.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestState.FINISHED_ERROR: FinishReason.ERROR,
+}
+_LEAVE = frozenset({RequestState.FINISHED_ABORTED, RequestState.FINISHED_ERROR})
+MOVES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: _LEAVE | {RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV},
+    RequestState.WAITING_FOR_REMOTE_KV: _LEAVE | {RequestState.WAITING},
+    RequestState.RUNNING: frozenset(FINISH_REASONS) | {RequestState.PREEMPTED},
+    RequestState.PREEMPTED: _LEAVE | {RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence and its progress. Owned by the scheduler; nobody else writes to it.
+
+    `tokens` is the prompt and then what was generated. `computed` counts the tokens whose KV exists or is
+    being made by a step in flight: what a request wants of a step is `len(tokens) − computed`, whether that
+    is a whole prompt, a chunk, a prompt after a prefix hit, or one decode token.
+    """
+
+    request_id: str
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    queued: float
+    tenant: str = ""
+    priority: int = 0
+    fair_tag: float = 0.0
+    salt: str = ""
+    adapter: str = ""
+    state: RequestState = RequestState.WAITING
+    computed: int = 0
+    cached: int = 0
+    served_prompt: int = 0
+    preemptions: int = 0
+    admission: int = -1
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    kv_block_seconds: float = 0.0
+    kv_since: float = 0.0
+    device_seconds: float = 0.0
+    error: str | None = None
+
+    @classmethod
+    def of(cls, wire: EngineRequest, *, now: float, max_model_len: int, seed: int) -> Request:
+        """From the wire. `seed` is used where the client gave none; the output limit is cut to the context."""
+        prompt_len = len(wire.prompt_token_ids)
+        room = max_model_len - prompt_len
+        limit = wire.params.max_tokens
+        return cls(
+            request_id=wire.request_id,
+            tokens=list(wire.prompt_token_ids),
+            prompt_len=prompt_len,
+            params=wire.params,
+            max_tokens=room if limit is None else min(limit, room),
+            seed=seed if wire.params.seed is None else wire.params.seed,
+            queued=now,
+            tenant=wire.tenant,
+            priority=wire.priority,
+            fair_tag=wire.fair_tag,
+            salt=wire.cache_salt,
+            adapter=wire.adapter,
+        )
+
+    @property
+    def wanted(self) -> int:
+        """Tokens whose KV should exist after the next step."""
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens whose KV this request will ever hold: the last token it generates needs none."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(
+            queued=self.queued, scheduled=self.scheduled, first_token=self.first_token, last_token=self.last_token
+        )
+
+    def move(self, state: RequestState) -> None:
+        """Go to `state`. Raises InvalidTransitionError when the state machine has no such edge."""
+        if state not in MOVES.get(self.state, frozenset()):
+            raise InvalidTransitionError(f"request {self.request_id} cannot go from {self.state} to {state}")
+        self.state = state
+
+
+def validate_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, prompt_len: int) -> None:
+    """Refuse what can never run. Raises RequestError with the OpenAI code and the parameter's name.
+
+    Ranges are OpenAI's where OpenAI has the parameter (DOMAIN 2.4).
+    """
+    _within("temperature", params.temperature, 0.0, 2.0)
+    _within("top_p", params.top_p, 0.0, 1.0, above=True)
+    _within("min_p", params.min_p, 0.0, 1.0)
+    _within("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _within("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _within("repetition_penalty", params.repetition_penalty, 0.0, 10.0, above=True)
+    _within("top_k", params.top_k, 0, math.inf)
+    if params.seed is not None:
+        _within("seed", params.seed, -MAX_SEED - 1, MAX_SEED)
+    if params.max_tokens is not None:
+        _within("max_tokens", params.max_tokens, 1, math.inf)
+    _within("min_tokens", params.min_tokens, 0, math.inf if params.max_tokens is None else params.max_tokens)
+    _check_stops(params, vocab_size)
+    _check_length(params, max_model_len, prompt_len)
+
+
+def _within(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """`above` excludes the lower bound. NaN is outside every range."""
+    if (low < value if above else low <= value) and value <= high:
+        return
+    bound = "above" if above else "at least"
+    upper = "" if high == math.inf else f" and at most {high:g}"
+    raise RequestError(f"{name} must be {bound} {low:g}{upper}, got {value!r}", "invalid_value", name)
+
+
+def _check_stops(params: SamplingParams, vocab_size: int) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS or not all(params.stop):
+        raise RequestError(f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty", "invalid_value", "stop")
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"stop_token_ids takes up to {MAX_STOP_TOKENS} ids", "invalid_value", "stop_token_ids")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {token}; the vocabulary has the ids 0 to {vocab_size - 1}",
+                "invalid_value",
+                "stop_token_ids",
+            )
+
+
+def _check_length(params: SamplingParams, max_model_len: int, prompt_len: int) -> None:
+    if prompt_len == 0:
+        raise RequestError("the prompt is empty", "invalid_value", "prompt")
+    if prompt_len >= max_model_len:
+        raise RequestError(
+            f"this model's context is {max_model_len} tokens and the prompt has {prompt_len}, "
+            "which leaves no room for an answer",
+            "context_length_exceeded",
+            "prompt",
+        )
+    if params.max_tokens is not None and prompt_len + params.max_tokens > max_model_len:
+        raise RequestError(
+            f"this model's context is {max_model_len} tokens; the prompt has {prompt_len} and max_tokens asks for "
+            f"{params.max_tokens} more",
+            "context_length_exceeded",
+            "max_tokens",
+        )
+    if params.min_tokens > max_model_len - prompt_len:
+        raise RequestError(
+            f"min_tokens asks for {params.min_tokens} tokens where the context has room for "
+            f"{max_model_len - prompt_len}",
+            "context_length_exceeded",
+            "min_tokens",
+        )

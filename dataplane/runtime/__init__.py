@@ -1,0 +1,1 @@
+"""Kernel and runtime: one planned step on one rank."""

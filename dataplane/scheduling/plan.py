@@ -1,0 +1,100 @@
+"""The contract between scheduler and executor: plain data, and two small protocols.
+
+Layer: scheduling. `plan(now) → Plan`, `submit(plan) → Handle`, `commit(plan, result) → outputs`. A plan holds
+no reference to the scheduler's own objects: it may travel to another process or wait a step in a queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dataplane.protocol import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request the executor does not hold (first time, or again after a preemption): everything about it.
+
+    `tokens` holds prompt and output so far, `blocks` the whole table, `computed` the tokens whose KV is there
+    before this step. `stop_ids` are held back by the sampler until `min_tokens` are out.
+    """
+
+    request_id: str
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    blocks: list[int]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """What changed for a request the executor holds: blocks appended to its table, tokens computed so far."""
+
+    request_id: str
+    new_blocks: list[int]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: who runs, with how many tokens (`tokens`), who yields a token (`samples`), who is dropped.
+
+    The order of `tokens` is the order of scheduling. `prefill_tokens` are those that are not decode.
+    `pairs` and `context` size the attention of the step: (query, key) pairs, and keys read.
+    """
+
+    step: int
+    tokens: dict[str, int]
+    samples: frozenset[str]
+    new: tuple[NewRequest, ...] = ()
+    running: tuple[RunningRequest, ...] = ()
+    dropped: tuple[str, ...] = ()
+    prefill_tokens: int = 0
+    pairs: int = 0
+    context: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Where the executor's time went."""
+
+    prepare: float = 0.0
+    launch: float = 0.0
+    forward: float = 0.0
+    sync: float = 0.0
+    sample: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.prepare + self.launch + self.forward + self.sync + self.sample
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens sampled, by request; `errors` names requests whose result is unusable, with the reason."""
+
+    tokens: dict[str, list[int]]
+    errors: dict[str, str] = field(default_factory=dict)
+    seconds: StepSeconds = StepSeconds()
+
+
+class Handle(Protocol):
+    """A submitted step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it made."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def submit(self, plan: Plan) -> Handle:
+        """Start a step. The plan is not kept."""

@@ -1,0 +1,362 @@
+"""Who runs this step, with how many tokens.
+
+Layer: scheduling. Pure: no I/O, no clock, no torch; time is an argument. One counter drives everything: a step
+gives each request `min(budget left, tokens wanted − tokens computed)`, so that whole prefill, chunk, decode
+and prefix hit are one case. Running requests come before waiting ones; when blocks run out the newest running
+request is preempted and recomputed later, so the oldest always gets on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dataplane.config import SchedulerConfig
+from dataplane.decoding.stop import stop_ids, take_until_stop
+from dataplane.errors import IntegrityError
+from dataplane.memory.manager import KVManager
+from dataplane.protocol import (
+    Histogram,
+    MemoryCounters,
+    RequestOutput,
+    SchedulingCounters,
+    ServiceCounters,
+    TenantService,
+)
+from dataplane.request import FINISH_REASONS, Request, RequestError, RequestState
+from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest, StepResult
+from dataplane.scheduling.queues import WaitingQueue
+
+PREEMPTED_FOR_BLOCKS = "recompute"
+MAX_TENANTS = 1024
+OTHER_TENANTS = "other"
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is being made."""
+
+    budget: int
+    tokens: dict[str, int] = field(default_factory=dict)
+    samples: set[str] = field(default_factory=set)
+    new: list[NewRequest] = field(default_factory=list)
+    running: list[RunningRequest] = field(default_factory=list)
+    prefill: int = 0
+    pairs: int = 0
+    context: int = 0
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one `KVManager`, which it alone uses.
+
+    `plan` advances `computed` at once, so a further plan may be made before the result of this one is in;
+    `commit` takes results in the order of their plans.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVManager, *, eos_token_ids: Iterable[int] = ()) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.counters = SchedulingCounters()
+        self.memory = MemoryCounters()
+        self.service = ServiceCounters()
+        self._eos = frozenset(eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._dropped: list[str] = []
+        self._admissions = 0
+        self._watermark = math.ceil(config.watermark * kv.pool.usable)
+
+    # ---------------------------------------------------------------------------------------------- arrivals, exits
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError when it can never run here."""
+        if request.request_id in self._requests:
+            raise RequestError(f"the request id {request.request_id} is in use", "duplicate_request_id", "request_id")
+        room = self.kv.pool.usable * self.kv.block_size
+        if request.most_tokens > room:
+            raise RequestError(
+                f"the KV pool holds {room} tokens; the request may need {request.most_tokens}",
+                "context_length_exceeded",
+                "max_tokens",
+            )
+        if len(self.waiting) >= self.config.max_waiting:
+            raise RequestError(f"{len(self.waiting)} requests are waiting already", "engine_overloaded")
+        self._requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
+        """End requests wherever they stand and free their blocks. Unknown ids are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                outputs.append(self._finish(request, RequestState.FINISHED_ABORTED, now))
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    # ------------------------------------------------------------------------------------------------------- planning
+
+    def plan(self, now: float) -> Plan:
+        """The next step. An empty plan (no tokens) means that nothing can run."""
+        draft = _Draft(self.config.max_num_batched_tokens)
+        preempted = self._plan_running(draft, now)
+        if not preempted:
+            self._admit(draft, now)
+        self.counters.steps += 1
+        self.counters.token_budget += self.config.max_num_batched_tokens
+        self.counters.tokens_scheduled += self.config.max_num_batched_tokens - draft.budget
+        dropped, self._dropped = self._dropped, []
+        return Plan(
+            step=self.counters.steps,
+            tokens=draft.tokens,
+            samples=frozenset(draft.samples),
+            new=tuple(draft.new),
+            running=tuple(draft.running),
+            dropped=tuple(dropped),
+            prefill_tokens=draft.prefill,
+            pairs=draft.pairs,
+            context=draft.context,
+        )
+
+    def _plan_running(self, draft: _Draft, now: float) -> bool:
+        """Give running requests their tokens, oldest first. True if one had to be preempted."""
+        preempted, index = False, 0
+        while index < len(self.running) and draft.budget > 0:
+            request = self.running[index]
+            count = self._share(request.wanted - request.computed, draft.budget)
+            if count > 0:
+                self._accrue(request, now)
+                blocks = self.kv.allocate(request, count)
+                while blocks is None and self.running[-1] is not request:
+                    self._preempt(self.running[-1], now)
+                    preempted = True
+                    blocks = self.kv.allocate(request, count)
+                if blocks is None:
+                    self._preempt(request, now)
+                    return True
+                draft.running.append(RunningRequest(request.request_id, blocks, request.computed))
+                self._schedule(draft, request, count)
+            index += 1
+        return preempted
+
+    def _admit(self, draft: _Draft, now: float) -> None:
+        """Start waiting requests in order, until one does not fit.
+
+        An admission leaves the watermark free, so that those who run can grow; the first one need not, or a
+        request as large as the pool would never start.
+        """
+        while draft.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.peek()
+            if request is None:
+                return
+            hits = self.kv.match(request)
+            cached = len(hits) * self.kv.block_size
+            count = self._share(request.wanted - cached, draft.budget)
+            keep_free = self._watermark if self.running else 0
+            if self.kv.allocate(request, count, hits, keep_free=keep_free) is None:
+                return
+            self.waiting.pop()
+            self._start(request, cached, now)
+            draft.new.append(
+                NewRequest(
+                    request_id=request.request_id,
+                    tokens=list(request.tokens),
+                    prompt_len=request.prompt_len,
+                    params=request.params,
+                    seed=request.seed,
+                    stop_ids=stop_ids(request.params, tuple(self._eos)),
+                    blocks=self.kv.table(request.request_id),
+                    computed=request.computed,
+                )
+            )
+            self._schedule(draft, request, count)
+
+    def _share(self, wanted: int, budget: int) -> int:
+        threshold = self.config.long_prefill_threshold
+        return min(wanted, budget, threshold) if threshold else min(wanted, budget)
+
+    def _start(self, request: Request, cached: int, now: float) -> None:
+        """A waiting request begins to run, with `cached` tokens found in the prefix cache."""
+        first = request.state is RequestState.WAITING
+        request.move(RequestState.RUNNING)
+        request.computed = cached
+        request.kv_since = now
+        self.running.append(request)
+        if first:
+            self._admissions += 1
+            request.admission = self._admissions
+            request.scheduled = now
+            request.cached = cached
+            self._tenant(request).cached_tokens += cached
+            self._serve_prompt(request, cached)
+        if not self.kv.prefix_caching:
+            return
+        if first:
+            self.memory.prefix_queries += request.wanted
+            self.memory.prefix_hits += cached
+        else:
+            self.memory.recompute_queries += request.wanted
+            self.memory.recompute_hits += cached
+
+    def _schedule(self, draft: _Draft, request: Request, count: int) -> None:
+        """Put `count` tokens of `request` into the step."""
+        start, end = request.computed, request.computed + count
+        draft.budget -= count
+        draft.tokens[request.request_id] = count
+        if start < request.wanted - 1 or request.generated == 0:
+            draft.prefill += count
+        if end == request.wanted:
+            draft.samples.add(request.request_id)
+        draft.pairs += count * start + count * (count + 1) // 2
+        draft.context += end
+        request.computed = end
+        self._serve_prompt(request, end)
+
+    def _preempt(self, request: Request, now: float) -> None:
+        """Take a running request's blocks; it starts over later, before those that never ran."""
+        self._accrue(request, now)
+        self.running.remove(request)
+        self.kv.free(request)
+        request.move(RequestState.PREEMPTED)
+        request.computed = 0
+        request.preemptions += 1
+        self._dropped.append(request.request_id)
+        self.waiting.push_front(request)
+        causes = self.counters.preemptions
+        causes[PREEMPTED_FOR_BLOCKS] = causes.get(PREEMPTED_FOR_BLOCKS, 0) + 1
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
+        """Take the result of `plan`: append tokens, end what ended. Requests gone meanwhile are passed over."""
+        self._charge_time(plan, result.seconds.total)
+        outputs = []
+        for request_id in plan.tokens:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            error = result.errors.get(request_id)
+            if error is not None:
+                request.error = error
+                outputs.append(self._finish(request, RequestState.FINISHED_ERROR, now))
+            elif request_id in plan.samples:
+                outputs.append(self._take(request, result.tokens[request_id], plan.prefill_tokens > 0, now))
+        return outputs
+
+    def _take(self, request: Request, sampled: list[int], with_prefill: bool, now: float) -> RequestOutput:
+        tokens, state, stop_reason = take_until_stop(request, sampled, self._eos)
+        if request.first_token is None:
+            request.first_token = now
+        elif with_prefill and request.last_token is not None:
+            if self.service.itl_with_prefill is None:
+                self.service.itl_with_prefill = Histogram()
+            self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / len(tokens), len(tokens))
+        request.last_token = now
+        self.counters.output_tokens += len(tokens)
+        self._tenant(request).output_tokens += len(tokens)
+        if state is not None:
+            return self._finish(request, state, now, tokens, stop_reason)
+        return self._output(request, tokens)
+
+    def _finish(
+        self,
+        request: Request,
+        state: RequestState,
+        now: float,
+        tokens: list[int] | None = None,
+        stop_reason: int | None = None,
+    ) -> RequestOutput:
+        if request.state is RequestState.RUNNING:
+            self._accrue(request, now)
+            self.running.remove(request)
+            self._dropped.append(request.request_id)
+            if state is RequestState.FINISHED_ERROR:
+                self.kv.discard(request)
+            else:
+                self.kv.free(request)
+        else:
+            self.waiting.remove(request)
+        request.move(state)
+        del self._requests[request.request_id]
+        self._tenant(request).finished += 1
+        return self._output(request, tokens or [], stop_reason)
+
+    def _output(self, request: Request, tokens: list[int], stop_reason: int | None = None) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=tokens,
+            finish=FINISH_REASONS.get(request.state),
+            stop_reason=stop_reason,
+            cached_tokens=request.cached,
+            timing=request.timing,
+            preemptions=request.preemptions,
+            kv_block_seconds=request.kv_block_seconds,
+            device_seconds=request.device_seconds,
+            error=request.error,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ accounting
+
+    def _tenant(self, request: Request) -> TenantService:
+        """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
+        tenants = self.counters.tenants
+        name = request.tenant if request.tenant in tenants or len(tenants) < MAX_TENANTS else OTHER_TENANTS
+        return tenants.setdefault(name, TenantService())
+
+    def _serve_prompt(self, request: Request, computed: int) -> None:
+        """Count prompt tokens the first time they are computed or found; a recompute serves nobody anew."""
+        served = min(computed, request.prompt_len)
+        if served > request.served_prompt:
+            self.counters.prompt_tokens += served - request.served_prompt
+            self._tenant(request).prompt_tokens += served - request.served_prompt
+            request.served_prompt = served
+
+    def _accrue(self, request: Request, now: float) -> None:
+        """Charge the blocks held since the last time; a shared block is charged to each of its holders."""
+        spent = self.kv.held(request.request_id) * max(0.0, now - request.kv_since)
+        request.kv_since = now
+        request.kv_block_seconds += spent
+        self._tenant(request).kv_block_seconds += spent
+
+    def _charge_time(self, plan: Plan, seconds: float) -> None:
+        """Share the step's time out by tokens scheduled."""
+        total = plan.total_tokens
+        for request_id, count in plan.tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                share = seconds * count / total
+                request.device_seconds += share
+                self._tenant(request).device_seconds += share
+
+    @property
+    def empty_slots(self) -> int:
+        """Slots in held blocks that no token fills: internal waste, below one block per running request."""
+        size = self.kv.block_size
+        return sum(self.kv.held(request.request_id) * size - request.computed for request in self.running)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queues, tables and pool agree."""
+        self.kv.check_integrity()
+        for request in self.running:
+            held = self.kv.held(request.request_id) * self.kv.block_size
+            if request.state is not RequestState.RUNNING or request.computed > min(request.wanted, held):
+                raise IntegrityError(
+                    f"request {request.request_id} is running with {held} slots, {request.computed} used"
+                )
+        for request in self.waiting:
+            if self.kv.held(request.request_id) or request.computed:
+                raise IntegrityError(f"request {request.request_id} waits and holds blocks")
+        if len(self.running) + len(self.waiting) != len(self._requests):
+            raise IntegrityError("a request is neither running nor waiting")
+        if len(self.running) > self.config.max_num_seqs:
+            raise IntegrityError(f"{len(self.running)} requests run, {self.config.max_num_seqs} may")
+        if not self.running and self.kv.pool.used:
+            raise IntegrityError(f"{self.kv.pool.used} blocks are held while nobody runs")
