@@ -1,0 +1,63 @@
+"""Admin API of accounts: who am I, and the admin tokens. Layer: service. Parses and answers; the service decides."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+from uuid import UUID
+
+import msgspec
+from litestar import Controller, delete, get, post
+from litestar.di import NamedDependency
+from litestar.params import FromPath, JSONBody
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from controlplane.accounts import service
+from controlplane.accounts.schemas import ApiTokenView, Principal, Role
+
+BODY_LIMIT = 64 * 1024
+
+
+class ApiTokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A new admin token."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200, examples=["ci"])]
+    role: Role = Role.VIEWER
+    expires_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+
+
+class CreatedApiToken(msgspec.Struct, frozen=True, kw_only=True):
+    """`token` is shown this once."""
+
+    token: str
+    view: ApiTokenView
+
+
+@get("/api/v1/me", operation_id="whoami", tags=["accounts"], summary="Whose token is this?")
+async def whoami(current_user: NamedDependency[Principal]) -> Principal:
+    return current_user
+
+
+class ApiTokenController(Controller):
+    """Bearer tokens of the admin API."""
+
+    path = "/api/v1/api-tokens"
+    tags = ["accounts"]  # noqa: RUF012 - the framework's own attribute
+    request_max_body_size = BODY_LIMIT
+
+    @get(operation_id="listApiTokens", summary="List admin tokens")
+    async def list_tokens(self, session: NamedDependency[AsyncSession]) -> list[ApiTokenView]:
+        return await service.list_api_tokens(session)
+
+    @post(operation_id="createApiToken", summary="Create an admin token; its text is shown once")
+    async def create_token(
+        self, session: NamedDependency[AsyncSession], data: JSONBody[ApiTokenRequest]
+    ) -> CreatedApiToken:
+        token, view = await service.create_api_token(
+            session, name=data.name, role=data.role, expires_at=data.expires_at
+        )
+        return CreatedApiToken(token=token.reveal(), view=view)
+
+    @delete("/{token_id:uuid}", operation_id="revokeApiToken", summary="Revoke an admin token", status_code=200)
+    async def revoke_token(self, session: NamedDependency[AsyncSession], token_id: FromPath[UUID]) -> ApiTokenView:
+        return await service.revoke_api_token(session, token_id)

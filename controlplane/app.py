@@ -1,0 +1,200 @@
+"""The application factory: one process's routes, resources and error handling.
+
+Layer: service. Composes the components of a role's domains; it knows no domain's rules. The stores are opened
+lazily: the application starts while Postgres or Redis is away. Handlers get `session`, one transaction for the
+request that is committed before the answer leaves; application code never commits.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.di import Provide
+from litestar.exceptions import HTTPException
+from litestar.plugins.htmx import HTMXPlugin
+from prometheus_client import CollectorRegistry
+from redis.asyncio import BlockingConnectionPool, Redis
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from controlplane import error_responses, openapi, request_id
+from controlplane.component import Component, Resources
+from controlplane.db import create_engine, transaction
+from controlplane.errors import TidegateError
+from controlplane.health import HealthProbe, healthz
+from controlplane.logs import configure_logging
+from controlplane.settings import Settings
+
+
+class Role(enum.StrEnum):
+    """What one process serves."""
+
+    GATEWAY = "gateway"
+    CONTROL = "control"
+
+
+DOMAINS = {
+    Role.GATEWAY: ("gateway",),
+    Role.CONTROL: ("tenants", "accounts", "fleet", "telemetry", "ledger", "console"),
+}
+
+
+class Application(Litestar):
+    """Litestar with a request id, and on the control plane security headers, on every response (errors too)."""
+
+    extra_headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        scope.setdefault("state", {})
+        headers = ((b"x-request-id", request_id.assign(scope)), *self.extra_headers)
+
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                present = {name for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(pair for pair in headers if pair[0] not in present)]
+            await send(message)
+
+        await super().__call__(scope, receive, answer)
+
+
+def create_app(role: Role, settings: Settings | None = None, *, domains: Sequence[str] | None = None) -> Application:
+    """The application of `role`. `domains` restricts the control plane to some of its domains; /metrics then stays out.
+
+    Raises SettingsError when the environment is incomplete.
+    """
+    settings = settings or Settings.from_env()
+    resources = _resources(settings)
+    components = [importlib.import_module(f"controlplane.{name}.component").component(resources)
+                  for name in (DOMAINS[role] if domains is None else domains)]  # fmt: skip
+    if domains is None:
+        components.append(importlib.import_module("controlplane.telemetry.prometheus").component(resources, role))
+    state: dict[str, Any] = {"resources": resources, "role": role}
+    for part in components:
+        state.update(part.state)
+    if role is Role.CONTROL:
+        return _control(resources, components, state)
+    return _gateway(resources, components, state)
+
+
+def gateway() -> Application:
+    """Factory of a gateway process, configured from the environment."""
+    return _started(Role.GATEWAY)
+
+
+def control() -> Application:
+    """Factory of a control-plane process, configured from the environment."""
+    return _started(Role.CONTROL)
+
+
+def _started(role: Role) -> Application:
+    settings = Settings.from_env()
+    configure_logging(settings)
+    return create_app(role, settings)
+
+
+def _gateway(resources: Resources, components: list[Component], state: dict[str, Any]) -> Application:
+    return Application(**_common(resources, components, state), openapi_config=None)
+
+
+def _control(resources: Resources, components: list[Component], state: dict[str, Any]) -> Application:
+    from controlplane.accounts import browser
+    from controlplane.accounts.guards import authorize, provide_current_user
+    from controlplane.console.templates import Templates
+
+    settings = resources.settings
+    state.setdefault("templates", Templates())
+    common = _common(resources, components, state)
+    common["exception_handlers"][browser.LoginRequiredError] = browser.on_login_required
+    common["dependencies"]["current_user"] = Provide(provide_current_user, sync_to_thread=False)
+    app = Application(
+        **common,
+        guards=[authorize],
+        csrf_config=browser.csrf_config(settings),
+        openapi_config=openapi.config(),
+        plugins=[HTMXPlugin()],
+    )
+    app.extra_headers = browser.security_headers(settings)
+    return app
+
+
+def _common(resources: Resources, components: list[Component], state: dict[str, Any]) -> dict[str, Any]:
+    lifespans = [_lifespan(resources, str(state["role"]))]
+    routes: list[Any] = [healthz]
+    for part in components:
+        lifespans += part.lifespans
+        routes += part.routes
+    return {
+        "route_handlers": routes,
+        "lifespan": lifespans,
+        "state": State(state),
+        "dependencies": {
+            "session": Provide(provide_session),
+            "resources": Provide(provide_resources, sync_to_thread=False),
+            "health": Provide(provide_health, sync_to_thread=False),
+        },
+        "exception_handlers": {
+            TidegateError: error_responses.on_expected,
+            HTTPException: error_responses.on_http,
+            Exception: error_responses.on_unexpected,
+        },
+        "request_max_body_size": resources.settings.max_body_bytes,
+        "logging_config": None,
+        "debug": False,
+    }
+
+
+async def provide_session(state: State) -> AsyncIterator[AsyncSession]:
+    """The request's one transaction."""
+    async with transaction(state.resources.engine) as session:
+        yield session
+
+
+def provide_resources(state: State) -> Resources:
+    """What the process shares."""
+    resources: Resources = state.resources
+    return resources
+
+
+def provide_health(state: State) -> HealthProbe:
+    """The process's health probe."""
+    probe: HealthProbe = state.health
+    return probe
+
+
+def _resources(settings: Settings) -> Resources:
+    pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
+        settings.redis_url.reveal(),
+        max_connections=64,
+        timeout=5,
+        socket_connect_timeout=2.0,
+        socket_timeout=5.0,
+        health_check_interval=15,
+        client_name="tidegate",
+    )
+    return Resources(
+        settings=settings,
+        engine=create_engine(settings),
+        redis=Redis.from_pool(pool),
+        registry=CollectorRegistry(),
+    )
+
+
+def _lifespan(resources: Resources, role: str) -> Any:
+    @asynccontextmanager
+    async def open_and_close(app: Litestar) -> AsyncIterator[None]:
+        app.state.health = HealthProbe(resources, role)
+        try:
+            yield
+        finally:
+            await resources.redis.aclose()
+            await resources.engine.dispose()
+
+    return open_and_close

@@ -1,0 +1,70 @@
+"""/healthz: this process is alive, and whether it reaches its stores.
+
+Layer: service. Answers 200 as long as the process turns: an outage of Postgres or Redis is a declared mode, not a
+reason to restart. Never says more than "ok" or "away" to strangers, and asks the stores at most once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+
+import msgspec
+from litestar import get
+from litestar.di import NamedDependency
+from sqlalchemy import text
+
+from controlplane.component import Resources
+
+PROBE_TIMEOUT_S = 1.0
+FRESH_S = 1.0
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """`postgres` and `redis` are "ok" or "away"."""
+
+    status: str
+    role: str
+    postgres: str
+    redis: str
+
+
+class HealthProbe:
+    """One process's probe; concurrent callers share one look."""
+
+    def __init__(self, resources: Resources, role: str) -> None:
+        self._resources = resources
+        self._role = role
+        self._lock = asyncio.Lock()
+        self._seen: Health | None = None
+        self._seen_at = 0.0
+
+    async def look(self) -> Health:
+        async with self._lock:
+            if self._seen is None or time.monotonic() - self._seen_at > FRESH_S:
+                postgres, redis = await asyncio.gather(_word(self._ask_postgres()), _word(self._ask_redis()))
+                self._seen = Health(status="ok", role=self._role, postgres=postgres, redis=redis)
+                self._seen_at = time.monotonic()
+            return self._seen
+
+    async def _ask_postgres(self) -> None:
+        async with self._resources.engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def _ask_redis(self) -> None:
+        await self._resources.redis.ping()
+
+
+async def _word(ask: Awaitable[None]) -> str:
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await ask
+    except Exception:  # whatever the driver raises, the answer is that the store is not there
+        return "away"
+    return "ok"
+
+
+@get("/healthz", tags=["process"], operation_id="health", summary="Is this process alive?")
+async def healthz(health: NamedDependency[HealthProbe]) -> Health:
+    return await health.look()
