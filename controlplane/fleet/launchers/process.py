@@ -47,6 +47,11 @@ class ProcessLauncher:
     def log(self, replica: str) -> Path:
         return self._logs / f"{replica}.log"
 
+    def epoch(self, replica: str) -> int:
+        """The newest epoch acted upon for `replica`, 0 before the first."""
+        known = self._read(replica)
+        return 0 if known is None else known.launched.epoch
+
     async def start(self, spec: ReplicaSpec, *, epoch: int, idempotency_key: str) -> Launched:
         known = self._read(spec.replica)
         if known is not None:
