@@ -119,11 +119,6 @@ class ModelShape:
         config = read_json(folder / "config.json")
         hidden, heads = int(_need(config, "hidden_size", folder)), int(_need(config, "num_attention_heads", folder))
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        generation = folder / "generation_config.json"
-        eos: set[int] = set()
-        for source in (config, read_json(generation) if generation.exists() else {}):
-            value = source.get("eos_token_id")
-            eos.update(value if isinstance(value, list) else [] if value is None else [value])
         return cls(
             architecture=str(_need(config, "model_type", folder)),
             layers=int(_need(config, "num_hidden_layers", folder)),
@@ -138,8 +133,17 @@ class ModelShape:
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             rope_scaling=_hf_scaling(rope, folder),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=tuple(sorted(eos)),
+            eos_token_ids=eos_ids(folder),
         )
+
+
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens that end a sequence, from config.json and generation_config.json together."""
+    found: set[int] = set()
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(found))
 
 
 def _need(source: dict[str, Any], key: str, path: Path) -> Any:

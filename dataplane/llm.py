@@ -1,0 +1,138 @@
+"""The offline API: a model in this process, prompts in, completions out.
+
+Layer: service. It drives the same `EngineCore` that serves; it adds tokenizer, detokenizer and a loop, and no
+policy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dataplane.config import EngineConfig
+from dataplane.detokenizer import IncrementalDetokenizer
+from dataplane.engine import EngineCore
+from dataplane.protocol import EngineRequest, FinishReason, RequestOutput, SamplingParams, Timing
+from dataplane.request import RequestError
+from dataplane.tokenizer import load_tokenizer
+
+Prompt = str | list[int]
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished prompt. `token_ids` holds every generated token, also one that ended it and is not shown.
+
+    `stop_reason` is the stop string or the stop id that ended it; None for the end of sequence and the limit.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish: FinishReason
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    timing: Timing | None = None
+    error: str | None = None
+
+
+class _Progress:
+    """One request while it runs."""
+
+    def __init__(self, prompt: list[int], detokenizer: IncrementalDetokenizer) -> None:
+        self.prompt, self.detokenizer = prompt, detokenizer
+        self.token_ids: list[int] = []
+        self.text = ""
+
+    def take(self, output: RequestOutput) -> None:
+        """A token that ended the request by its id has no text."""
+        self.token_ids += output.token_ids
+        shown = output.token_ids[:-1] if output.finish is FinishReason.STOP else output.token_ids
+        self.text += self.detokenizer.push(shown)
+        if output.finish is not None:
+            self.text += self.detokenizer.flush()
+
+    def completion(self, last: RequestOutput) -> Completion:
+        stopped = self.detokenizer.stopped
+        return Completion(
+            prompt_token_ids=self.prompt,
+            token_ids=self.token_ids,
+            text=self.text,
+            finish=FinishReason.STOP if stopped else last.finish or FinishReason.ERROR,
+            stop_reason=stopped or last.stop_reason,
+            cached_tokens=last.cached_tokens,
+            timing=last.timing,
+            error=last.error,
+        )
+
+
+class LLM:
+    """`LLM("smollm2").generate(["Once upon a time"])`. Keywords are those of `EngineConfig.resolve`."""
+
+    def __init__(self, model: str | Path = "smollm2", **overrides: Any) -> None:
+        self.config = EngineConfig.resolve(model, **overrides)
+        self.tokenizer = load_tokenizer(self.config.model.path)
+        self.core = EngineCore(self.config)
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete texts or token ids; the completions come in the order of the prompts.
+
+        Raises RequestError, before any of them runs, when one prompt cannot.
+        """
+        tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        each = self._params(params, len(tokens))
+        running: dict[str, _Progress] = {}
+        try:
+            for prompt, chosen in zip(tokens, each, strict=True):
+                request_id = f"offline-{next(self._ids)}"
+                self.core.add(
+                    EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=chosen, arrived_at=time.time())
+                )
+                running[request_id] = _Progress(prompt, IncrementalDetokenizer(self.tokenizer, chosen.stop))
+        except RequestError:
+            self.core.abort(running)
+            raise
+        return self._run(running)
+
+    def chat(
+        self,
+        conversations: Sequence[dict[str, Any]] | Sequence[list[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_variables: Any,
+    ) -> list[Completion]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        several: list[list[dict[str, Any]]] = (
+            [list(conversations)] if conversations and isinstance(conversations[0], dict) else list(conversations)  # type: ignore[arg-type]
+        )
+        prompts = [self.tokenizer.apply_chat_template(messages, **template_variables) for messages in several]
+        return self.generate(prompts, params)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RequestError(f"{count} prompts came with {len(params)} sampling parameters", param="params")
+        return params
+
+    def _run(self, running: dict[str, _Progress]) -> list[Completion]:
+        done: dict[str, Completion] = {}
+        while len(done) < len(running):
+            for output in self.core.step():
+                self._take(output, running, done)
+        return [done[request_id] for request_id in running]
+
+    def _take(self, output: RequestOutput, running: dict[str, _Progress], done: dict[str, Completion]) -> None:
+        progress = running[output.request_id]
+        progress.take(output)
+        if output.finish is None and progress.detokenizer.stopped is not None:
+            for last in self.core.abort([output.request_id]):
+                done[output.request_id] = progress.completion(last)
+        elif output.finish is not None:
+            done[output.request_id] = progress.completion(output)

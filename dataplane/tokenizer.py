@@ -1,0 +1,239 @@
+"""Text to token ids and back, from a GGUF file or from a folder with `tokenizer.json`.
+
+Layer: service. Torch-free: the replica's HTTP front tokenizes in a process of its own. It turns messages into a
+prompt through the model's own chat template, in a sandbox; it never runs code that a model file brings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from dataplane.chat_template import ChatTemplate
+from dataplane.errors import CheckpointError
+from dataplane.models.gguf_file import GGUFFile
+from dataplane.models.shape import eos_ids, read_json
+from dataplane.request import RequestError
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+CONTROL, USER_DEFINED = 3, 4
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE_MARK = "▁"
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+class Tokenizer:
+    """One model's vocabulary. Ids that were never assigned decode to nothing."""
+
+    def __init__(
+        self, backend: Backend, *, eos_token_ids: Iterable[int], bos_token_id: int | None, template: ChatTemplate | None
+    ) -> None:
+        """`bos_token_id` is prepended by `encode`; None where the model wants none or the backend adds it itself."""
+        self._backend = backend
+        self._bos = [] if bos_token_id is None else [bos_token_id]
+        self._template = template
+        self._special = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._added = frozenset(backend.get_added_tokens_decoder())
+        self._spelling = _Spelling(backend)
+        self._bytes: dict[int, bytes] = {}
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, after the beginning-of-sequence token where the model wants one."""
+        ids: list[int] = self._backend.encode(_sound(text), add_special_tokens=add_special_tokens).ids
+        return [*self._bos, *ids] if add_special_tokens else ids
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt text of `messages`. Raises RequestError when the template is missing or refuses them."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; use completions instead", "no_chat_template", "messages"
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Ids of `messages` as this model's prompt; `variables` are handed to the template."""
+        text = self.render_chat(messages, add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        raw = b"".join(self.token_bytes(token, skip_special=skip_special) for token in ids)
+        return self._spelling.trim(raw).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
+        """The bytes one token stands for: part of a character, or several. A skipped special token is empty."""
+        if skip_special and token_id in self._special:
+            return b""
+        known = self._bytes.get(token_id)
+        if known is None:
+            piece = self._backend.id_to_token(token_id) or ""
+            known = piece.encode() if token_id in self._added else self._spelling.to_bytes(piece)
+            self._bytes[token_id] = known
+        return known
+
+    @property
+    def trims_first_space(self) -> bool:
+        """Whether a text's first space is an artefact of the vocabulary and not shown."""
+        return self._spelling.trims_first_space
+
+
+class _Spelling:
+    """How a vocabulary writes bytes: byte-level (GPT-2's alphabet) or SentencePiece (▁ and <0xNN>)."""
+
+    def __init__(self, backend: Backend) -> None:
+        names = _decoder_names(backend)
+        self._byte_level = "ByteLevel" in names
+        if not self._byte_level and not names & {"Metaspace", "ByteFallback", "Replace"}:
+            raise CheckpointError(f"the tokenizer's decoder is not supported: {', '.join(sorted(names)) or 'none'}")
+        self._alphabet = {spelt: byte for byte, spelt in _byte_alphabet().items()}
+        self.trims_first_space = bool(names & {"Metaspace", "Strip"})
+
+    def to_bytes(self, piece: str) -> bytes:
+        if self._byte_level:
+            values = [self._alphabet.get(character) for character in piece]
+            return piece.encode() if None in values else bytes(value for value in values if value is not None)
+        byte = BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE_MARK, " ").encode()
+
+    def trim(self, raw: bytes) -> bytes:
+        return raw[1:] if self.trims_first_space and raw.startswith(b" ") else raw
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """The tokenizer of a model: `path` is a GGUF file, or a folder with tokenizer.json.
+
+    Raises CheckpointError when there is none, or one of a kind that is not supported.
+    """
+    path = Path(path)
+    return _from_folder(path) if path.is_dir() else _from_gguf(GGUFFile.open(path))
+
+
+def _from_gguf(file: GGUFFile) -> Tokenizer:
+    meta = file.metadata
+    kind = meta.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise CheckpointError(f"{file.path.name}: tokenizers of kind {kind} are not supported; gpt2 is")
+    tokens, merges = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.merges")
+    if not tokens or merges is None:
+        raise CheckpointError(f"{file.path.name} holds no whole tokenizer: tokens or merges are missing")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
+    backend.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")), file.path)
+    backend.decoder = decoders.ByteLevel()
+    types = meta.get("tokenizer.ggml.token_type", [])
+    for index, kind_id in enumerate(types):
+        if kind_id in (CONTROL, USER_DEFINED):
+            added = AddedToken(tokens[index], normalized=False, special=kind_id == CONTROL)
+            (backend.add_special_tokens if kind_id == CONTROL else backend.add_tokens)([added])
+    wants_bos = bool(meta.get("tokenizer.ggml.add_bos_token", False))
+    bos, template = meta.get("tokenizer.ggml.bos_token_id"), meta.get("tokenizer.chat_template")
+    named = {name: _token(tokens, meta.get(f"tokenizer.ggml.{name}_id")) for name in ("bos_token", "eos_token")}
+    eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return Tokenizer(
+        backend,
+        eos_token_ids=[int(token) for token in eos if token is not None],
+        bos_token_id=int(bos) if wants_bos and bos is not None else None,
+        template=ChatTemplate(template, named) if template else None,
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    source = folder / "tokenizer.json"
+    if not source.exists():
+        raise CheckpointError(f"{folder} has no tokenizer.json")
+    try:
+        backend = Backend.from_file(str(source))
+    except Exception as error:  # the library raises bare Exception for every damaged file
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    settings_file = folder / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    named = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    eos = set(eos_ids(folder))
+    if not eos and named["eos_token"]:
+        eos = {token for token in [backend.token_to_id(named["eos_token"])] if token is not None}
+    template = _folder_template(folder, settings)
+    return Tokenizer(
+        backend,
+        eos_token_ids=eos,
+        bos_token_id=None,
+        template=ChatTemplate(template, named) if template else None,
+    )
+
+
+def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """`chat_template.jinja` if there is one, else the one named default in tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
+    """How text is cut before merging; names as llama.cpp writes them. A wrong cut gives other ids, so unknown ones
+    are refused."""
+    if name in ("default", "gpt-2", "gpt2"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name == "smollm":
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    words = {"llama-bpe": LLAMA3_WORDS, "llama3": LLAMA3_WORDS, "qwen2": QWEN2_WORDS}.get(name)
+    if words is None:
+        raise CheckpointError(f"{path.name}: the pre-tokenizer {name} is not supported")
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _decoder_names(backend: Backend) -> set[str]:
+    """Type names of the backend's decoder and of those inside it."""
+    return set(re.findall(r'"type":\s*"(\w+)"', backend.decoder.__getstate__().decode())) if backend.decoder else set()
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelling = {byte: chr(byte) for byte in printable}
+    return spelling | {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+
+
+def _token(tokens: list[str], token_id: int | None) -> str:
+    return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else ""
+
+
+def _content(value: Any) -> str:
+    """A token in tokenizer_config.json is a string or an object with its content."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _sound(text: str) -> str:
+    """Lone surrogates, which JSON can carry and UTF-8 cannot, become U+FFFD."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if not text.isascii() else text
