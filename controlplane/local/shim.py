@@ -22,9 +22,12 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 PR_SET_KEEPCAPS = 8
+PR_SET_SECUREBITS = 28
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_RAISE = 2
 CAP_DAC_OVERRIDE = 1
+CAP_SETPCAP = 8
+SECBIT_NO_SETUID_FIXUP = 1 << 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -51,8 +54,15 @@ def become(libc: ctypes.CDLL, user: str, reach: list[str]) -> None:
     if not hidden:
         set_capabilities(libc, 0)
         return
-    kept = set_capabilities(libc, 1 << CAP_DAC_OVERRIDE)
-    if not kept or libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_OVERRIDE, 0, 0) != 0:
+    # PostgreSQL asks access() itself before it runs a program of its own; the secure bit makes the kernel answer
+    # with the capabilities we keep.
+    kept = (
+        set_capabilities(libc, 1 << CAP_DAC_OVERRIDE | 1 << CAP_SETPCAP)
+        and libc.prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0) == 0
+        and set_capabilities(libc, 1 << CAP_DAC_OVERRIDE)
+        and libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_OVERRIDE, 0, 0) == 0
+    )
+    if not kept:
         refuse(f"the user {user} cannot reach {hidden[0]}, and this machine does not let root grant it")
 
 
