@@ -1,0 +1,183 @@
+"""`tidegate serve|worker|db`: one control-plane process each.
+
+Layer: service. Starts servers and prints one sentence when it cannot; it decides nothing about requests. Granian
+runs the application in one worker process, which the kernel ends with its parent, so that a `kill -9` of
+`tidegate serve` leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import click
+
+from controlplane.settings import Secret, Settings, SettingsError
+
+if TYPE_CHECKING:
+    from litestar import Litestar
+
+Answer = TypeVar("Answer")
+
+DEFAULT_PORTS = {"gateway": 7301, "control": 7300}
+KILL_TIMEOUT_S = 5
+"""Granian waits for open streams; after this it does not."""
+PR_SET_PDEATHSIG = 1
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PORT_IN_USE = 3
+EXIT_UNREACHABLE = 6
+
+
+@click.command()
+@click.argument("role", type=click.Choice(sorted(DEFAULT_PORTS)))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=None, help="Default: control 7300, gateway 7301.")
+def serve(role: str, host: str, port: int | None) -> None:
+    """Serve ROLE, configured by the environment, until SIGTERM or Ctrl-C."""
+    from granian import Granian
+    from granian.constants import HTTPModes, Interfaces, Loops
+    from granian.errors import FatalError
+
+    from controlplane.logs import configure_logging, logging_config
+
+    settings = _settings()
+    try:
+        configure_logging(settings)
+    except SettingsError as error:
+        _fail(str(error), EXIT_USAGE)
+    port = DEFAULT_PORTS[role] if port is None else port
+    _require_free(host, port)
+    server = Granian(
+        role,
+        address=host,
+        port=port,
+        interface=Interfaces.ASGI,
+        workers=1,
+        loop=Loops.uvloop,
+        http=HTTPModes.http1,
+        websockets=False,
+        backlog=2048,
+        backpressure=max(4096, 2 * settings.max_in_flight),
+        workers_kill_timeout=KILL_TIMEOUT_S,
+        log_dictconfig=logging_config(settings),
+        log_access=False,
+    )
+    try:
+        server.serve(target_loader=load_application, wrap_loader=True)
+    except (FatalError, OSError, RuntimeError) as error:
+        _fail(f"cannot serve {role} on {host}:{port}: {error}", EXIT_FAILED)
+
+
+def load_application(role: str) -> Litestar:
+    """Runs in granian's worker: tie its life to the parent's, then build the application."""
+    die_with_parent()
+    from controlplane import app
+
+    return app.gateway() if role == "gateway" else app.control()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent does. Linux only; call it from the main thread."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(EXIT_FAILED)  # it was gone before the kernel knew
+
+
+@click.command()
+@click.option("--log-level", default="INFO", show_default=True)
+def worker(log_level: str) -> None:
+    """Run the Celery worker, with beat, until SIGTERM or Ctrl-C."""
+    settings = _settings()
+    from controlplane.worker import run
+
+    run(settings, log_level=log_level)
+
+
+@click.group()
+def db() -> None:
+    """Migrate the database of DATABASE_URL."""
+
+
+@db.command()
+@click.option("--revision", default="head", show_default=True, help="Where to go.")
+def upgrade(revision: str) -> None:
+    """Bring the schema to this version; harmless when it is there."""
+    from controlplane import migrate
+
+    url = _database_url()
+    before = _reach(lambda: migrate.current(url))
+    _reach(lambda: migrate.upgrade(url, revision))
+    after = _reach(lambda: migrate.current(url))
+    click.echo(f"the schema is at {after}" + ("" if after == before else f" (was {before or 'empty'})"))
+
+
+@db.command()
+def current() -> None:
+    """Print where the schema is; exit code 1 when an upgrade is due."""
+    from controlplane import migrate
+
+    url = _database_url()
+    found, newest = _reach(lambda: migrate.current(url)), migrate.head()
+    if found != newest:
+        _fail(
+            f"the schema is at {found or 'nothing'}, this version needs {newest}: run `tidegate db upgrade`",
+            EXIT_FAILED,
+        )
+    click.echo(f"the schema is at {found}, the newest")
+
+
+def _settings() -> Settings:
+    try:
+        return Settings.from_env()
+    except SettingsError as error:
+        _fail(str(error), EXIT_USAGE)
+
+
+def _database_url() -> Secret:
+    url = os.environ.get("DATABASE_URL", "")
+    if not url:
+        _fail("DATABASE_URL is not set", EXIT_USAGE)
+    return Secret(url)
+
+
+def _reach(action: Callable[[], Answer]) -> Answer:
+    """`action`'s answer, or one sentence when the database is away, forbidden or newer than this version."""
+    from alembic.util import CommandError
+    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+    try:
+        return action()
+    except ArgumentError:
+        _fail("DATABASE_URL is not a URL like postgresql://user:password@host:port/name", EXIT_USAGE)
+    except CommandError as error:
+        _fail(f"cannot migrate: {error}", EXIT_FAILED)
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        _fail(f"cannot use the database of DATABASE_URL: {reason}", EXIT_UNREACHABLE)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Granian listens with SO_REUSEPORT, so two servers would share a port in silence: ask without it first."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        _fail(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port", EXIT_PORT_IN_USE)
+
+
+def _fail(sentence: str, code: int) -> NoReturn:
+    click.echo(f"tidegate: {sentence}", err=True)
+    sys.exit(code)
