@@ -1,0 +1,208 @@
+"""`tidegate engine`: run a replica, or try the engine alone.
+
+Layer: service. Reads flags and environment, says what is wrong in one sentence and exits: 2 for what was asked,
+1 for what went wrong. Heavy modules are imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dataplane.replica_config import ReplicaConfig
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+_TRUE = ("1", "true", "yes", "on")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def engine() -> None:
+    """Run or try the engine alone."""
+
+
+def _engine_options(command: Any) -> Any:
+    """Options that shape the engine core; unset ones are chosen by the engine."""
+    for option in (
+        click.option("--max-model-len", type=click.IntRange(2), help="Longest prompt and answer together, in tokens."),
+        click.option("--num-blocks", type=click.IntRange(2), help="KV blocks in the pool."),
+        click.option("--block-size", type=click.IntRange(1), help="Tokens per KV block."),
+        click.option("--max-num-seqs", type=click.IntRange(1), help="Most sequences in one step."),
+        click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of one step."),
+        click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine core."),
+    ):
+        command = option(command)
+    return command
+
+
+@engine.command()
+@click.option("--replica", default="replica-0", show_default=True, help="This replica's id.")
+@click.option("--pool", default="smollm2", show_default=True, help="The pool it belongs to.")
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--served-model", help="Model name clients ask for.  [default: the model's own name]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=7310, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 picks one.")
+@click.option("--advertise-url", help="Address gateways reach this replica at.  [default: http://HOST:PORT]")
+@click.option("--control-url", default="", help="Control plane to report to; none keeps everything here.")
+@click.option(
+    "--home", default=Path(".tidegate"), show_default=True, type=click.Path(path_type=Path), help="Folder for files."
+)
+@click.option(
+    "--drain-seconds", default=5.0, show_default=True, type=click.FloatRange(0.0), help="Grace for running requests."
+)
+@click.option("--check-when-idle", is_flag=True, help="Verify the block accounting whenever the engine is idle.")
+@click.option("--log-level", default="INFO", show_default=True, envvar="TIDEGATE_LOG_LEVEL", help="Logging level.")
+@_engine_options
+def serve(
+    *,
+    replica: str,
+    pool: str,
+    model: str,
+    served_model: str | None,
+    host: str,
+    port: int,
+    advertise_url: str | None,
+    control_url: str,
+    home: Path,
+    drain_seconds: float,
+    check_when_idle: bool,
+    log_level: str,
+    **options: int | None,
+) -> None:
+    """Serve one model over HTTP.
+
+    TIDEGATE_INTERNAL_TOKEN is the bearer token callers must show and the control plane is shown.
+    TIDEGATE_METRICS_TOKEN or TIDEGATE_METRICS_OPEN=1 say who may read /metrics.
+    """
+    logging.basicConfig(level=_level(log_level), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    from dataplane.config import ConfigError, EngineConfig
+    from dataplane.core_client import CoreSpec
+    from dataplane.replica_config import ReplicaConfig
+    from dataplane.server import free_port
+
+    token = os.environ.get("TIDEGATE_INTERNAL_TOKEN", "")
+    if not token:
+        _refuse("TIDEGATE_INTERNAL_TOKEN is not set; callers of this replica must show it as their bearer token")
+    overrides: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    try:
+        resolved = EngineConfig.resolve(model, **overrides)
+    except ConfigError as error:
+        _refuse(str(error))
+    try:
+        port = free_port(host, port)
+    except OSError as error:
+        _refuse(f"cannot listen on {host}:{port}: {error.strerror or error}", EXIT_FAILED)
+    config = ReplicaConfig(
+        replica=replica,
+        pool=pool,
+        served_model=served_model or resolved.model.name,
+        model_path=resolved.model.path,
+        host=host,
+        port=port,
+        advertise_url=advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        home=home.absolute(),
+        core=CoreSpec(model=model, options=overrides, check_when_idle=check_when_idle),
+        internal_token=token,
+        control_url=control_url,
+        metrics_token=os.environ.get("TIDEGATE_METRICS_TOKEN", ""),
+        metrics_open=os.environ.get("TIDEGATE_METRICS_OPEN", "").lower() in _TRUE,
+        drain_s=drain_seconds,
+    )
+    try:
+        with _sole_owner(config.folder):
+            sys.exit(_serve(config))
+    except OSError as error:
+        _refuse(f"cannot use the folder {config.folder}: {error.strerror or error}", EXIT_FAILED)
+
+
+@engine.command()
+@click.argument("prompt")
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0.0, 2.0), help="0 is greedy.")
+@click.option("--seed", type=int, help="Makes sampling repeatable.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@_engine_options
+def generate(
+    *,
+    prompt: str,
+    model: str,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    raw: bool,
+    **options: int | None,
+) -> None:
+    """Answer PROMPT with the engine alone, without a server."""
+    from dataplane.config import ConfigError
+    from dataplane.llm import LLM
+    from dataplane.protocol import SamplingParams
+    from dataplane.request import RequestError
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    try:
+        llm = LLM(model, **{name: value for name, value in options.items() if value is not None})
+        if raw:
+            completion = llm.generate([prompt], params)[0]
+        else:
+            completion = llm.chat([[{"role": "user", "content": prompt}]], params)[0]
+    except ConfigError as error:
+        _refuse(str(error))
+    except RequestError as error:
+        _refuse(error.message)
+    click.echo(completion.text)
+
+
+def _serve(config: ReplicaConfig) -> int:
+    """Run the replica on its own event loop; the process's exit code."""
+    import uvloop
+
+    from dataplane.replica import Replica
+    from dataplane.server import ReplicaServer
+    from dataplane.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model_path)
+
+    async def run() -> int:
+        replica = Replica(config, tokenizer)
+        logging.getLogger(__name__).info("replica %s listens on %s", config.replica, config.advertise_url)
+        if await ReplicaServer(replica).run():
+            return 0
+        click.echo(f"Error: {replica.reason}", err=True)
+        return EXIT_FAILED
+
+    return uvloop.run(run())
+
+
+@contextmanager
+def _sole_owner(folder: Path) -> Iterator[None]:
+    """Two replicas with one id would spoil each other's journal: the second is refused."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _refuse(f"another replica named {folder.name} is running with the folder {folder}", EXIT_FAILED)
+        yield
+
+
+def _level(name: str) -> int:
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is None:
+        _refuse(f"{name!r} is not a log level")
+    return level
+
+
+def _refuse(sentence: str, code: int = EXIT_USAGE) -> NoReturn:
+    click.echo(f"Error: {sentence}", err=True)
+    sys.exit(code)

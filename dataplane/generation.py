@@ -1,0 +1,204 @@
+"""POST /v1/chat/completions and /v1/completions, streamed and whole.
+
+Layer: service. Turns an exchange into an attempt and the attempt's text into an answer. Owns the order of what
+is sent and that an attempt nobody reads is freed in the engine at once. It never counts tokens: the attempt
+does.
+
+The answer's status is sent with the first token, not before: until then a failure is still an HTTP error that
+the gateway may retry elsewhere. The first event of a choice tells the role and marks the first token, whether
+or not that token shows text yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar.types import Receive, Scope, Send
+
+from dataplane.api_error import ApiError, unavailable
+from dataplane.attempt import Attempt, Choice
+from dataplane.caller import Caller
+from dataplane.http_exchange import ClientGoneError, Exchange
+from dataplane.openai import Call, ChatCall, parse_chat, parse_completion
+from dataplane.openai_bodies import DONE, Responder, error_event, usage
+from dataplane.protocol import HEADER_REPLICA, HEADER_REQUEST, FinishReason, ReplicaState
+from dataplane.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+EVENT_STREAM = ("content-type", "text/event-stream; charset=utf-8")
+JSON = ("content-type", "application/json")
+INTERNAL = ApiError(500, "the replica failed to answer this request", code="internal_error")
+
+Parser = Callable[[bytes, str], Call]
+Headers = list[tuple[str, str]]
+
+
+class GenerationEndpoint:
+    """One of the two generating routes as an ASGI application."""
+
+    def __init__(self, replica: Replica, parse: Parser) -> None:
+        self._replica = replica
+        self._parse = parse
+
+    @classmethod
+    def chat(cls, replica: Replica) -> GenerationEndpoint:
+        return cls(replica, parse_chat)
+
+    @classmethod
+    def completions(cls, replica: Replica) -> GenerationEndpoint:
+        return cls(replica, parse_completion)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        config = self._replica.config
+        accepted = self._replica.monotonic()
+        exchange = Exchange(scope, receive, send, write_timeout_s=config.write_timeout_s)
+        headers = [(HEADER_REPLICA, config.replica)]
+        try:
+            self._admit(exchange)
+            caller = Caller.from_headers(exchange.headers)
+            headers.append((HEADER_REQUEST, caller.request_id))
+            call = self._parse(await exchange.body(config.max_body_bytes), config.served_model)
+            attempt = await self._replica.begin(call, caller, accepted)
+            await self._deliver(exchange, call, attempt, headers)
+        except ApiError as error:
+            await _fail(exchange, error, headers)
+        except ClientGoneError:
+            pass
+        except Exception:
+            logger.exception("a request failed in the replica's front")
+            await _fail(exchange, INTERNAL, headers)
+        finally:
+            await exchange.close()
+
+    def _admit(self, exchange: Exchange) -> None:
+        """Refuse before anything is read. Raises ApiError."""
+        if exchange.method != "POST":
+            raise ApiError(405, "this address takes POST only", code="method_not_allowed")
+        if not self._replica.config.admits(exchange.headers.get("authorization", "")):
+            raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
+        self._replica.check_open()
+
+    async def _deliver(self, exchange: Exchange, call: Call, attempt: Attempt, headers: Headers) -> None:
+        """Send the answer; whatever ends it early frees the attempt in the engine."""
+        chat = isinstance(call, ChatCall)
+        responder = Responder(
+            response_id=f"{'chatcmpl' if chat else 'cmpl'}-{attempt.caller.attempt_id}",
+            model=call.model,
+            created=int(attempt.started_at),
+            chat=chat,
+            show_null_usage=call.include_usage and not attempt.caller.usage_hidden,
+        )
+
+        def on_gone() -> None:
+            attempt.cancel()
+            attempt.changed.set()
+
+        exchange.watch(on_gone)
+        try:
+            if call.stream:
+                await _Stream(exchange, attempt, responder, headers).run(with_usage=call.include_usage)
+            else:
+                await _answer_whole(exchange, attempt, responder, headers)
+        except _FailedError as error:
+            raise self._shaped(error.choice) from None
+        finally:
+            attempt.cancel()
+
+    def _shaped(self, choice: Choice) -> ApiError:
+        """A sequence that ended without an answer, as the client sees it."""
+        if choice.finish is FinishReason.ABORT:
+            return unavailable("the replica is shutting down", code="aborted", retry_after_s=1.0)
+        if self._replica.state is ReplicaState.READY:
+            return ApiError(500, f"the engine failed on this request: {choice.error}", code="engine_error")
+        return unavailable(choice.error, code="engine_unavailable", retry_after_s=self._replica.core.retry_after_s())
+
+
+class _FailedError(Exception):
+    """A sequence ended without an answer."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice.error)
+        self.choice = choice
+
+
+async def _next(exchange: Exchange, attempt: Attempt) -> None:
+    """Wait until there is something to read. Raises ClientGoneError when nobody is left to read it."""
+    await attempt.changed.wait()
+    attempt.changed.clear()
+    if exchange.gone:
+        raise ClientGoneError
+
+
+async def _answer_whole(exchange: Exchange, attempt: Attempt, responder: Responder, headers: Headers) -> None:
+    while not attempt.finished:
+        await _next(exchange, attempt)
+        if attempt.failure is not None:
+            raise _FailedError(attempt.failure)
+    choices = [(choice.read(), str(choice.finish)) for choice in attempt.choices]
+    await exchange.answer(200, [*headers, JSON], responder.whole(choices, _usage(attempt)))
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The events of one streamed answer, in order."""
+
+    exchange: Exchange
+    attempt: Attempt
+    responder: Responder
+    headers: Headers
+    opened: set[int] = field(default_factory=set)
+    closed: set[int] = field(default_factory=set)
+
+    async def run(self, *, with_usage: bool) -> None:
+        events = b""
+        while len(self.closed) < len(self.attempt.choices):
+            if events:
+                await self._send(events)
+            await _next(self.exchange, self.attempt)
+            # Whatever came while the last piece was being taken goes out as one piece.
+            events = b"".join(self._events(choice) for choice in self.attempt.choices)
+            if self.attempt.failure is not None:
+                if events and self.exchange.started:
+                    await self._send(events)
+                raise _FailedError(self.attempt.failure)
+        figures = self.responder.usage(_usage(self.attempt)) if with_usage else b""
+        await self._send(events + figures + DONE, last=True)
+
+    async def _send(self, events: bytes, *, last: bool = False) -> None:
+        if not self.exchange.started:
+            await self.exchange.start(200, [*self.headers, EVENT_STREAM, ("cache-control", "no-cache")])
+        await self.exchange.write(events, last=last)
+
+    def _events(self, choice: Choice) -> bytes:
+        """What is new of one choice."""
+        answered = choice.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if choice.index in self.closed or not (choice.started or answered):
+            return b""
+        events = b""
+        if choice.index not in self.opened:
+            self.opened.add(choice.index)
+            events += self.responder.opening(choice.index)
+        if text := choice.read():
+            events += self.responder.text(choice.index, text)
+        if answered:
+            self.closed.add(choice.index)
+            events += self.responder.closing(choice.index, str(choice.finish))
+        return events
+
+
+def _usage(attempt: Attempt) -> dict[str, Any]:
+    return usage(attempt.prompt_tokens, attempt.output_tokens, attempt.cached_tokens)
+
+
+async def _fail(exchange: Exchange, error: ApiError, headers: Headers) -> None:
+    """Tell the client: by status while that is still possible, by an event in a started stream."""
+    with contextlib.suppress(ClientGoneError):
+        if exchange.started:
+            await exchange.write(error_event(error), last=True)
+        else:
+            await exchange.answer(error.status, [*headers, *error.headers()], error.body())

@@ -1,0 +1,115 @@
+"""One HTTP request and its answer over raw ASGI.
+
+Layer: service. Owns the bounded body, the notice that the client has left, and that every answer is ended
+once. The framework does not clean up streams whose reader left, so this watches `receive` itself. It knows
+nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from litestar.types import Receive, Scope, Send
+
+from dataplane.api_error import ApiError
+
+
+class ClientGoneError(Exception):
+    """The client left, or took nothing for too long."""
+
+
+class Exchange:
+    """Reads one request, writes one answer. `gone` is true once the client has left."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout_s: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._write_timeout_s = write_timeout_s
+        self._scope = scope
+        self._watcher: asyncio.Task[None] | None = None
+        self._ended = False
+        self.started = False
+        self.gone = False
+
+    @property
+    def method(self) -> str:
+        return str(self._scope.get("method", ""))
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Header names in lower case; of a repeated header the last."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._scope["headers"]}
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit`."""
+        declared = self.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise _too_large(limit)
+        chunks = bytearray()
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                self.gone = True
+                raise ClientGoneError
+            chunks += message.get("body", b"")
+            if len(chunks) > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
+        return bytes(chunks)
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` the moment the client leaves. Only after the body was read."""
+        self._watcher = asyncio.create_task(self._wait(on_gone), name="client-watch")
+
+    async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        self.started = True
+        await self._write(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers],
+            }
+        )
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        """Send a piece of the body. Raises ClientGoneError when nobody takes it."""
+        self._ended = last
+        await self._write({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def answer(self, status: int, headers: Iterable[tuple[str, str]], data: bytes) -> None:
+        """A whole answer at once."""
+        await self.start(status, [*headers, ("content-length", str(len(data)))])
+        await self.write(data, last=True)
+
+    async def close(self) -> None:
+        """End a started answer and stop watching; must be called, may be called again."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._watcher = None
+        if self.started and not self._ended and not self.gone:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _wait(self, on_gone: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        on_gone()
+
+    async def _write(self, message: object) -> None:
+        if self.gone:
+            raise ClientGoneError
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send(message)  # type: ignore[arg-type]  # ASGI messages are dicts built above
+        except (TimeoutError, OSError):
+            self.gone = True
+            raise ClientGoneError from None
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
