@@ -24,6 +24,17 @@ class Attention(Protocol):
         """q [T, H, d], k and v [T, H_k, d] → [T, H · d]."""
 
 
+class Linear(nn.Module):
+    """x · Wᵀ, W [outputs, inputs], left uninitialised for the loader."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class RMSNorm(nn.Module):
     """x · w / sqrt(mean(x²) + ε) (Zhang & Sennrich 2019)."""
 
@@ -42,8 +53,8 @@ class SelfAttention(nn.Module):
         self.layer = layer
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.q_size, self.kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.qkv = _linear(shape.hidden, self.q_size + 2 * self.kv_size)
-        self.out = _linear(self.q_size, shape.hidden)
+        self.qkv = Linear(shape.hidden, self.q_size + 2 * self.kv_size)
+        self.out = Linear(self.q_size, shape.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         tokens = x.shape[0]
@@ -54,8 +65,13 @@ class SelfAttention(nn.Module):
         return self.out(attention.run(self.layer, q, k, v))  # type: ignore[no-any-return]
 
     def weights(self) -> dict[str, Tensor]:
-        q, k, v = self.qkv.weight.split((self.q_size, self.kv_size, self.kv_size))
-        return {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": self.out.weight}
+        keys = self.q_size + self.kv_size
+        return {
+            "q_proj.weight": self.qkv.weight[: self.q_size],
+            "k_proj.weight": self.qkv.weight[self.q_size : keys],
+            "v_proj.weight": self.qkv.weight[keys:],
+            "o_proj.weight": self.out.weight,
+        }
 
 
 class SwiGLU(nn.Module):
@@ -63,8 +79,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_up = _linear(shape.hidden, 2 * shape.intermediate)
-        self.down = _linear(shape.intermediate, shape.hidden)
+        self.gate_up = Linear(shape.hidden, 2 * shape.intermediate)
+        self.down = Linear(shape.intermediate, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -88,8 +104,10 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
 
     def weights(self) -> dict[str, Tensor]:
-        found = {"input_layernorm.weight": self.input_norm.weight}
-        found |= {"post_attention_layernorm.weight": self.post_norm.weight}
+        found: dict[str, Tensor] = {
+            "input_layernorm.weight": self.input_norm.weight,
+            "post_attention_layernorm.weight": self.post_norm.weight,
+        }
         found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.weights().items()}
         return found | {f"mlp.{name}": tensor for name, tensor in self.mlp.weights().items()}
 
@@ -121,14 +139,13 @@ class Llama(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint tensor name (Hugging Face) → the part of this model that it fills."""
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        found: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.norm.weight,
+        }
         if not self.shape.tied_embeddings:
             found["lm_head.weight"] = self.head
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             found |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.weights().items()}
         return found
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False).requires_grad_(False)
