@@ -85,11 +85,16 @@ class Supervisor:
         self._supervised: list[Supervised] = []
         self._guardian = Guardian(self.mark)
         self._bound_logs_at = 0.0
+        self._stopped = False
 
     @property
     def environment(self) -> dict[str, str]:
         """Goes into every child's environment, so that the guardian finds grandchildren too."""
         return {MARK: self.mark}
+
+    @property
+    def guardian_pid(self) -> int:
+        return self._guardian.pid
 
     def pids(self) -> dict[str, int]:
         """The running units' processes."""
@@ -137,8 +142,12 @@ class Supervisor:
     def stop(self, order: Sequence[str] = ()) -> bool:
         """Stop every unit: those named in `order` first, in that order, then the others, the youngest first.
 
-        A KeyboardInterrupt meanwhile kills what is left at once. Returns False in that case.
+        A KeyboardInterrupt meanwhile kills what is left at once. Returns False in that case. Nothing is left to do
+        for a second call.
         """
+        if self._stopped:
+            return True
+        self._stopped = True
         rank = {name: position for position, name in enumerate(order)}
         youngest_first = list(reversed(self._supervised))
         youngest_first.sort(key=lambda each: rank.get(each.unit.name, len(rank)))
