@@ -1,0 +1,303 @@
+"""What the Overview and Replicas templates show, built from the telemetry and fleet services' answers.
+
+Layer: service. Pure: an `Overview` or `ReplicaView` goes in, texts and tones come out. Gateway-side and
+engine-side latencies stay in rows of their own; nothing here averages, fills gaps or invents a figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from controlplane.console import presenters
+from controlplane.console.presenters import Figure, QuantileRow
+from controlplane.console.sparkline import Sparkline, sparkline
+from controlplane.evidence import Evidence, EvidenceKind
+from controlplane.fleet.schemas import ReplicaView
+from controlplane.telemetry.schemas import Figures, Overview, Quantiles, ScopedFigures, Series
+from dataplane.protocol import ReplicaState
+
+WINDOWS = (60, 300, 900, 3600)
+DEFAULT_WINDOW = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Tone:
+    """How a state looks: a tone for colour, an icon and a word, so that colour is never the only signal."""
+
+    name: str
+    icon: str
+    label: str
+    help: str
+
+
+STATES: dict[str, Tone] = {
+    ReplicaState.STARTING: Tone("info", "loader", "Starting", "Loads its model; takes no requests yet."),
+    ReplicaState.READY: Tone("ok", "check", "Ready", "Takes requests."),
+    ReplicaState.DRAINING: Tone("warn", "pause", "Draining", "Finishes what runs; takes nothing new."),
+    ReplicaState.FAILED: Tone("bad", "cross", "Failed", "Said that it cannot serve."),
+    ReplicaState.STALE: Tone("warn", "clock", "Stale", "Silent for some seconds; gateways route around it."),
+    ReplicaState.LOST: Tone("bad", "unplugged", "Lost", "Silent for long; counted as gone until it reports."),
+}
+NO_STATE = Tone("muted", "question", "Unknown", "Traffic was seen, but no replica of this name is registered.")
+
+
+def tone(state: str) -> Tone:
+    """The look of a replica's state; an unregistered replica has none."""
+    return STATES.get(state, NO_STATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """One tile: a headline figure, what qualifies it, and its recent course. `meter` is 0..1 for a bar."""
+
+    key: str
+    label: str
+    figure: Figure
+    details: tuple[str, ...] = ()
+    spark: Sparkline | None = None
+    meter: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    label: str
+    count: str
+    tone: str
+    reasons: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeRow:
+    """One line of the tables by replica and by tenant."""
+
+    key: str
+    label: str
+    tone: Tone
+    requests: Figure
+    prompt: Figure
+    output: Figure
+    ttft: QuantileRow
+    tpot: QuantileRow
+    engine_ttft: QuantileRow
+    engine_tpot: QuantileRow
+    hit: Figure
+    engine_hit: Figure
+    kv_used: Figure
+    kv_waste: Figure
+    running: Figure
+    waiting: Figure
+    finished: str
+    refused: str
+    failed: str
+    cancelled: str
+
+
+@dataclass(frozen=True, slots=True)
+class OverviewPage:
+    window: str
+    stats: tuple[Stat, ...]
+    outcomes: tuple[Outcome, ...]
+    ttft: tuple[QuantileRow, ...]
+    tpot: tuple[QuantileRow, ...]
+    e2e: tuple[QuantileRow, ...]
+    bucket_error: str
+    replicas: tuple[ScopeRow, ...]
+    tenants: tuple[ScopeRow, ...]
+
+
+def overview_page(overview: Overview) -> OverviewPage:
+    """All texts of the Overview page."""
+    total = overview.total
+    window = presenters.window_label(overview.window_s)
+    return OverviewPage(
+        window=window,
+        stats=_stats(total, overview.series, window),
+        outcomes=_outcomes(total),
+        ttft=(
+            _gateway("Gateway, first token", total.ttft, "From acceptance by the gateway, queue included."),
+            _gateway("Gateway, first visible", total.ttft_visible, "The first token that carries text to show."),
+            _engine("Engine", total.engine_ttft, "From arrival at the replica."),
+        ),
+        tpot=(
+            _gateway("Gateway", total.tpot, "(last − first) ÷ (tokens − 1) of each request, as relayed."),
+            _engine("Engine", total.engine_tpot, "The same quotient, as the engine produced it."),
+        ),
+        e2e=(_gateway("Gateway", total.e2e, "From acceptance to the last byte."),),
+        bucket_error=presenters.bucket_error(total.ttft, total.tpot, total.e2e, total.engine_ttft, total.engine_tpot),
+        replicas=tuple(_scope(row) for row in overview.by_replica),
+        tenants=tuple(_scope(row) for row in overview.by_tenant),
+    )
+
+
+def _gateway(label: str, quantiles: Quantiles, hint: str) -> QuantileRow:
+    return presenters.quantile_row(label, quantiles, side="gateway", hint=hint)
+
+
+def _engine(label: str, quantiles: Quantiles, hint: str) -> QuantileRow:
+    return presenters.quantile_row(label, quantiles, side="engine", hint=hint)
+
+
+def _stats(total: Figures, series: Series, window: str) -> tuple[Stat, ...]:
+    ttft, tpot = presenters.duration(total.ttft.p95), presenters.duration(total.tpot.p95)
+    prompt, output = presenters.rate(total.prompt_rate, "tok/s"), presenters.rate(total.output_rate, "tok/s")
+    used, waste = presenters.percent(total.kv_used), presenters.percent(total.kv_waste)
+    hit, engine_hit = presenters.percent(total.prefix_hit), presenters.percent(total.engine_prefix_hit)
+    running, waiting = presenters.whole(total.running), presenters.whole(total.waiting)
+    return (
+        Stat(
+            "requests",
+            "Requests",
+            presenters.rate(total.request_rate),
+            (f"{presenters.count(total.accepted)} in {window}",),
+            sparkline(series.request_rate),
+        ),
+        Stat(
+            "ttft",
+            "TTFT p95, gateway",
+            ttft,
+            (f"n {presenters.count(total.ttft.n)}", f"engine {presenters.duration(total.engine_ttft.p95)}"),
+            sparkline(series.ttft_p95),
+        ),
+        Stat(
+            "tpot",
+            "TPOT p95, gateway",
+            tpot,
+            (f"n {presenters.count(total.tpot.n)}", f"engine {presenters.duration(total.engine_tpot.p95)}"),
+            sparkline(series.tpot_p95),
+        ),
+        Stat("output", "Output tokens", output, (f"prompt {prompt}",), sparkline(series.output_rate)),
+        Stat("kv", "KV cache used", used, (f"waste {waste}",), meter=used.value),
+        Stat("hit", "Prefix hit, gateway", hit, (f"engine {engine_hit}", "first attempts"), meter=hit.value),
+        Stat("running", "Running", running, (f"{waiting} waiting",)),
+    )
+
+
+OUTCOMES = (("Refused", "refused", "warn"), ("Failed", "failed", "bad"))
+
+
+def _outcomes(total: Figures) -> tuple[Outcome, ...]:
+    rows = [Outcome("Finished", presenters.count(sum(total.finished.values())), "ok", _reasons(total.finished))]
+    for label, name, colour in OUTCOMES:
+        counts: dict[str, int] = getattr(total, name)
+        n = sum(counts.values())
+        rows.append(Outcome(label, presenters.count(n), colour if n else "muted", _reasons(counts)))
+    rows.append(Outcome("Cancelled", presenters.count(total.cancelled), "muted", "by the client"))
+    return tuple(rows)
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {presenters.count(n)}" for reason, n in ordered[:3])
+
+
+def _scope(row: ScopedFigures) -> ScopeRow:
+    figures = row.figures
+    return ScopeRow(
+        key=row.key,
+        label=row.label,
+        tone=tone(row.state),
+        requests=presenters.rate(figures.request_rate),
+        prompt=presenters.rate(figures.prompt_rate, "tok/s"),
+        output=presenters.rate(figures.output_rate, "tok/s"),
+        ttft=_gateway("TTFT", figures.ttft, ""),
+        tpot=_gateway("TPOT", figures.tpot, ""),
+        engine_ttft=_engine("TTFT", figures.engine_ttft, ""),
+        engine_tpot=_engine("TPOT", figures.engine_tpot, ""),
+        hit=presenters.percent(figures.prefix_hit),
+        engine_hit=presenters.percent(figures.engine_prefix_hit),
+        kv_used=presenters.percent(figures.kv_used),
+        kv_waste=presenters.percent(figures.kv_waste),
+        running=presenters.whole(figures.running),
+        waiting=presenters.whole(figures.waiting),
+        finished=presenters.count(sum(figures.finished.values())),
+        refused=presenters.count(sum(figures.refused.values())),
+        failed=presenters.count(sum(figures.failed.values())),
+        cancelled=presenters.count(figures.cancelled),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCard:
+    """One replica as the Replicas page shows it. `facts` are configured, the figures observed."""
+
+    replica: str
+    pool: str
+    model: str
+    url: str
+    tone: Tone
+    reason: str
+    since: float
+    age: str
+    restarts: int
+    boot_epoch: int
+    core_epoch: int
+    policy_epoch: int
+    started_at: float | None
+    running: Figure
+    waiting: Figure
+    kv: Figure
+    kv_text: str
+    latencies: tuple[tuple[str, QuantileRow], ...]
+    facts: tuple[tuple[str, str], ...] = field(default=())
+
+
+def replica_card(view: ReplicaView, scoped: ScopedFigures | None) -> ReplicaCard:
+    """`scoped` holds the replica's figures over the default window, None when it reported nothing in it."""
+    gauges = view.gauges
+    used = None
+    if gauges is not None and gauges.blocks_total:
+        used = _observed(gauges.blocks_used / gauges.blocks_total, "ratio")
+    return ReplicaCard(
+        replica=view.replica,
+        pool=view.pool,
+        model=view.model,
+        url=view.url,
+        tone=tone(view.state),
+        reason=view.state_reason,
+        since=view.state_since,
+        age=presenters.age(view.age_s),
+        restarts=view.core_restarts,
+        boot_epoch=view.boot_epoch,
+        core_epoch=view.core_epoch,
+        policy_epoch=view.policy_epoch,
+        started_at=view.started_at,
+        running=presenters.whole(_observed(gauges.running, "requests") if gauges else None),
+        waiting=presenters.whole(_observed(gauges.waiting, "requests") if gauges else None),
+        kv=presenters.percent(used),
+        kv_text=f"{presenters.count(gauges.blocks_used)} of {presenters.count(gauges.blocks_total)} blocks"
+        if gauges is not None and gauges.blocks_total
+        else presenters.NONE,
+        latencies=_latencies(scoped.figures) if scoped else (),
+        facts=_facts(view),
+    )
+
+
+def _latencies(figures: Figures) -> tuple[tuple[str, QuantileRow], ...]:
+    """Both sides beside each other."""
+    return (
+        ("TTFT engine", _engine("TTFT", figures.engine_ttft, "")),
+        ("TTFT gateway", _gateway("TTFT", figures.ttft, "")),
+        ("TPOT engine", _engine("TPOT", figures.engine_tpot, "")),
+        ("TPOT gateway", _gateway("TPOT", figures.tpot, "")),
+    )
+
+
+def _observed(value: float, unit: str) -> Evidence:
+    return Evidence(value=value, unit=unit, kind=EvidenceKind.OBSERVED, source="report")
+
+
+def _facts(view: ReplicaView) -> tuple[tuple[str, str], ...]:
+    ready = view.ready
+    if ready is None:
+        return ()
+    return (
+        ("Device", ready.device),
+        ("Attention", ready.attention_backend or presenters.NONE),
+        ("Context", f"{presenters.count(ready.max_model_len)} tokens"),
+        (
+            "KV pool",
+            f"{presenters.count(ready.total_blocks)} × {ready.block_size} tokens, {presenters.size(ready.kv_bytes)}",
+        ),
+        ("Weights", presenters.size(ready.weight_bytes)),
+        ("Loaded in", f"{presenters.number(ready.load_seconds)} s"),
+    )
