@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from controlplane.fleet.schemas import LOAD_CHANNEL, ReplicaLoad
 from dataplane.protocol import Gauges, ReplicaState, encode
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tidegate.fleet")
 
 GAUGES_TTL_S = 60
 """Gauges of a replica that fell silent are forgotten after this long."""

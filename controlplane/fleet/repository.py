@@ -73,11 +73,6 @@ def _facts(row: Any) -> ReplicaFacts:
     )
 
 
-async def policy_epoch(session: AsyncSession) -> int:
-    """The policy epoch now; a trigger keeps it (migration 0001)."""
-    return int(await session.scalar(text("SELECT epoch FROM policy_state WHERE id = 1")) or 0)
-
-
 async def lock_replicas(session: AsyncSession, ids: Sequence[str]) -> dict[str, ReplicaFacts]:
     """The rows of `ids` that exist, locked until the transaction ends."""
     query = select(*_FACTS).where(Replica.id.in_(ids)).order_by(Replica.id).with_for_update()

@@ -20,6 +20,7 @@ from controlplane.fleet.liveness import Limits, effective, judge, seconds_to_cha
 from controlplane.fleet.registration import EventKind, ReplicaEventDraft, ReplicaFacts, apply, commands, is_newer
 from controlplane.fleet.repository import ReplicaTimes
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute, ReplicaView
+from controlplane.tenants import service as tenants
 from dataplane.protocol import Command, ReplicaState, Report
 
 POOL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -28,7 +29,7 @@ BACKENDS = ("native",)
 
 async def load_fleet(session: AsyncSession) -> FleetView:
     """Everything a gateway routes by, as of the policy epoch read before the rows (so never too new)."""
-    epoch = await repository.policy_epoch(session)
+    epoch = await tenants.policy_epoch(session)
     pools = await repository.pools(session)
     rows = await repository.replicas(session)
     return FleetView(
@@ -55,11 +56,11 @@ async def list_pools(session: AsyncSession) -> list[PoolRoute]:
 async def ensure_pool(session: AsyncSession, name: str, model: str, backend: str = "native") -> PoolRoute:
     """Create the pool, or change what it serves; a repeat changes nothing. Raises InvalidRequestError."""
     if not POOL_NAME.fullmatch(name):
-        raise InvalidRequestError("A pool's name is 1 to 63 of a-z, 0-9, '.', '_' and '-'.", param="name")
+        raise InvalidRequestError("a pool's name is 1 to 63 of a-z, 0-9, '.', '_' and '-'", param="name")
     if not 0 < len(model) <= 200 or not model.isprintable():
-        raise InvalidRequestError("A model's name is 1 to 200 printable characters.", param="model")
+        raise InvalidRequestError("a model's name is 1 to 200 printable characters", param="model")
     if backend not in BACKENDS:
-        raise InvalidRequestError(f"Backend {backend!r} is not one of: {', '.join(BACKENDS)}.", param="backend")
+        raise InvalidRequestError(f"backend {backend!r} is not one of: {', '.join(BACKENDS)}", param="backend")
     await repository.put_pool(session, name, model, backend)
     return next(pool for pool in await repository.pools(session) if pool.name == name)
 
@@ -96,7 +97,7 @@ async def set_drain(session: AsyncSession, replica: str, wanted: bool, *, reason
     acknowledgement. Returns its state. Raises NotFoundError. A repeat changes nothing."""
     facts = (await repository.lock_replicas(session, [replica])).get(replica)
     if facts is None:
-        raise NotFoundError(f"There is no replica {replica!r}.", param="replica")
+        raise NotFoundError(f"there is no replica {replica[:40]}", code="replica_not_found", param="replica")
     if facts.drain_wanted == wanted:
         return facts.state
     await repository.set_drain_wanted(session, replica, wanted)

@@ -17,7 +17,7 @@ from controlplane.db import transaction
 from controlplane.fleet import repository, service
 from controlplane.fleet.liveness import Limits
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tidegate.fleet")
 
 AFTER_DEADLINE_S = 0.05
 """A look comes this long after the deadline, so that it falls behind it by every clock involved."""

@@ -1,0 +1,15 @@
+"""The fleet domain's part of the control plane: the admin API and the look-out for silent replicas. Layer: service."""
+
+from __future__ import annotations
+
+from controlplane.component import Component, Resources
+from controlplane.fleet.controllers import router
+from controlplane.fleet.liveness import Limits
+from controlplane.fleet.watcher import Watcher
+from controlplane.telemetry.background import running
+
+
+def component(resources: Resources) -> Component:
+    """Routes and the watcher."""
+    watcher = Watcher(resources.engine, Limits.of(resources.settings))
+    return Component(routes=[router], lifespans=[running(watch_replicas=watcher.run)])

@@ -1,0 +1,26 @@
+"""The telemetry domain's part of the control plane: intake of reports, the Overview. Layer: service."""
+
+from __future__ import annotations
+
+from controlplane.component import Component, Resources
+from controlplane.fleet.live import LoadPublisher
+from controlplane.telemetry.background import running
+from controlplane.telemetry.controllers import api, take_gateway_report, take_report
+from controlplane.telemetry.ingest import Ingestor
+from controlplane.telemetry.labels import KnownLabels
+from controlplane.telemetry.metrics import IntakeMetrics
+from controlplane.telemetry.scrape import DatabaseGauges, LabelLearner
+
+
+def component(resources: Resources) -> Component:
+    """Routes, the background tasks of the intake, and the state they share."""
+    labels = KnownLabels()
+    metrics = IntakeMetrics(resources.registry, labels)
+    publisher = LoadPublisher(resources.redis)
+    ingestor = Ingestor(resources.engine, publisher, metrics)
+    learner = LabelLearner(resources, labels)
+    return Component(
+        routes=[take_report, take_gateway_report, api],
+        lifespans=[running(publish_loads=publisher.run, ingest=ingestor.run, learn_labels=learner.run)],
+        state={"ingestor": ingestor, "database_gauges": DatabaseGauges(resources, metrics, publisher)},
+    )

@@ -1,0 +1,104 @@
+"""What the control plane counts about its own intake.
+
+Layer: service. Prometheus metrics of one process in its own registry. Label values are fixed words or come from
+`KnownLabels`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from controlplane.telemetry.labels import KnownLabels
+from controlplane.telemetry.taskstats import OUTCOMES, TaskCount
+from dataplane.protocol import ReplicaState, UsageRecord
+
+
+class Refusal(enum.StrEnum):
+    """Why a report or a part of one was not stored."""
+
+    UNREADABLE = "unreadable"
+    IDENTITY = "identity"
+    WINDOW = "window"
+    USAGE = "usage"
+    QUEUE_FULL = "queue_full"
+    STORE_AWAY = "store_away"
+    DEFECT = "defect"
+
+
+class IntakeMetrics:
+    """Counters of the ingest path, and gauges that a scrape refreshes from the database."""
+
+    def __init__(self, registry: CollectorRegistry, labels: KnownLabels) -> None:
+        self._labels = labels
+        self.reports = Counter("tidegate_reports", "Reports stored and acknowledged", ["source"], registry=registry)
+        self.refused = Counter(
+            "tidegate_reports_refused",
+            "Reports, windows, series or usage records not stored",
+            ["source", "cause"],
+            registry=registry,
+        )
+        self.batch = Histogram(
+            "tidegate_ingest_batch_reports",
+            "Reports stored by one transaction",
+            buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "tidegate_ingest_seconds",
+            "Time of one ingest transaction",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15),
+            registry=registry,
+        )
+        self.queue = Gauge("tidegate_ingest_queue_reports", "Reports waiting to be stored", registry=registry)
+        self.usage_records = Counter(
+            "tidegate_usage_records", "Attempts added to the ledger by this process", registry=registry
+        )
+        self.usage_tokens = Counter(
+            "tidegate_usage_tokens",
+            "Tokens added to the ledger by this process",
+            ["tenant", "model", "kind"],
+            registry=registry,
+        )
+        self.replicas = Gauge("tidegate_replicas", "Replicas by state", ["state"], registry=registry)
+        self.rollup_lag = Gauge(
+            "tidegate_rollup_lag_seconds", "Age of the oldest closed window not rolled up", ["job"], registry=registry
+        )
+        self.ledger_rows = Gauge(
+            "tidegate_ledger_rows_estimate", "Rows of the ledger by the planner's statistics", registry=registry
+        )
+        self.loads_published = Gauge(
+            "tidegate_loads_published", "Replica loads published to gateways by this process", registry=registry
+        )
+        self.load_failures = Gauge(
+            "tidegate_load_publish_failures", "Publications given up because Redis was away", registry=registry
+        )
+
+        self.task_runs = Gauge(
+            "tidegate_task_runs", "Runs of background jobs over all workers", ["task", "outcome"], registry=registry
+        )
+        self.task_seconds = Gauge(
+            "tidegate_task_seconds", "Seconds spent in background jobs over all workers", ["task"], registry=registry
+        )
+
+    def count_usage(self, records: Iterable[UsageRecord]) -> None:
+        """Count attempts that are new in the ledger."""
+        for record in records:
+            tenant, model = self._labels.tenant(record.tenant), self._labels.model(record.model)
+            self.usage_records.inc()
+            self.usage_tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
+            self.usage_tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
+            self.usage_tokens.labels(tenant, model, "output").inc(record.output_tokens)
+
+    def show_replicas(self, counts: dict[ReplicaState, int]) -> None:
+        for state, number in counts.items():
+            self.replicas.labels(state.value).set(number)
+
+    def show_tasks(self, counts: Iterable[TaskCount]) -> None:
+        """Runs are counted in Redis by the workers and only shown here, so they never fall."""
+        for count in counts:
+            for outcome in OUTCOMES:
+                self.task_runs.labels(count.task, outcome).set(getattr(count, outcome))
+            self.task_seconds.labels(count.task).set(count.seconds)
