@@ -14,8 +14,8 @@ import msgspec
 from litestar import MediaType, Request, Response
 from litestar.exceptions import HTTPException, MethodNotAllowedException, ValidationException
 
-from controlplane.errors import CapacityError, TidegateError
-from controlplane.outage import away
+from controlplane.errors import CapacityError, InvalidRequestError, TidegateError
+from controlplane.outage import away, unstorable
 from controlplane.request_id import request_id
 
 log = logging.getLogger("tidegate.app")
@@ -69,12 +69,16 @@ def on_http(request: Request[Any, Any, Any], error: HTTPException) -> Response[A
 
 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    """A store that is away (503, worth a retry) or a defect (500, logged with its traceback)."""
+    """Text that cannot be stored (400), a store that is away (503), or a defect (500, logged with its traceback)."""
+    if unstorable(error):
+        refusal: TidegateError = InvalidRequestError("the request holds a character that cannot be stored")
+        return on_expected(request, refusal)
     store = away(error)
     identifier = request_id(request.scope)
     if store is not None:
-        log.warning("%s %s: %s is away: %s", request.method, request.url.path, store, type(error).__name__,
-                    extra={"request_id": identifier})  # fmt: skip
+        reason = type(error).__name__
+        extra = {"request_id": identifier}
+        log.warning("%s %s: %s is away: %s", request.method, request.url.path, store, reason, extra=extra)
         refusal = CapacityError(
             f"the {store} cannot be reached right now; try again in a moment",
             code=f"{store}_away",

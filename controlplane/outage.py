@@ -1,4 +1,4 @@
-"""Telling "the store is away" from every other error.
+"""Telling what a store's error means: it is away, or it was given text it cannot hold.
 
 Layer: service. Postgres and Redis drivers raise many types when a server is gone; this is the one place that
 knows them. It never decides what to do about it.
@@ -35,3 +35,8 @@ def away(error: BaseException) -> str | None:
     if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
         return "database"
     return None
+
+
+def unstorable(error: BaseException) -> bool:
+    """Whether Postgres refused text, such as a NUL character, that no column can hold."""
+    return isinstance(error, sqlalchemy.exc.DBAPIError) and getattr(error.orig, "sqlstate", None) in {"22021", "22P05"}

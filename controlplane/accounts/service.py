@@ -57,7 +57,7 @@ async def authenticate(
     email = email.strip().lower()
     wrong = AuthenticationError("the email or the password is wrong", code="wrong_credentials")
     await throttle.attempt(email[:254], address)
-    if len(email) > 254 or len(password) > LONGEST:
+    if len(email) > 254 or len(password) > LONGEST or not email.isprintable():
         raise wrong
     async with transaction(resources.engine) as session:
         user = await repository.user_by_email(session, email)
@@ -204,7 +204,7 @@ async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiTokenVie
 
 
 def _check_user(email: str, password: str) -> None:
-    if not 3 <= len(email) <= 254 or "@" not in email.strip("@"):
+    if not 3 <= len(email) <= 254 or "@" not in email.strip("@") or not email.isprintable():
         raise InvalidRequestError("the email must look like name@host", param="email")
     if not _SHORTEST_PASSWORD <= len(password) <= LONGEST:
         raise InvalidRequestError(

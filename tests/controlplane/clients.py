@@ -1,13 +1,17 @@
-"""A control plane under test, spoken to as operator, viewer, stranger or tenant."""
+"""A control plane under test, spoken to as operator, viewer, stranger or tenant.
+
+The application runs on the test's own event loop, so a test may also use its engine and services directly.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from litestar.testing import AsyncTestClient
+import httpx
 
 from controlplane.accounts.schemas import Role as Rank
 from controlplane.app import Application, Role, create_app
@@ -21,7 +25,7 @@ class Deployment:
     """A running application and the credentials of one of each who may knock."""
 
     app: Application
-    client: AsyncTestClient[Application]
+    client: httpx.AsyncClient
     settings: Settings
     operator_token: str
     viewer_token: str
@@ -50,7 +54,8 @@ async def deployment(settings: Settings, domains: Sequence[str] | None = None) -
     if "passwords" in app.state:
         app.state.passwords.close()
         app.state.passwords = cheap_passwords()
-    async with AsyncTestClient(app, base_url="http://testserver.local", raise_server_exceptions=False) as client:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with started(app), httpx.AsyncClient(transport=transport, base_url="http://console.example") as client:
         async with transaction(app.state.resources.engine) as session:
             tenant = await make_tenant(session, "acme")
             yielded = Deployment(
@@ -67,7 +72,30 @@ async def deployment(settings: Settings, domains: Sequence[str] | None = None) -
         yield yielded
 
 
-async def csrf_of(client: AsyncTestClient[Application]) -> str:
+@asynccontextmanager
+async def started(app: Application) -> AsyncIterator[None]:
+    """The application's lifespan in a task of its own: a fixture's end runs in another task than its beginning."""
+    up, down = asyncio.Event(), asyncio.Event()
+
+    async def live() -> None:
+        async with app.lifespan():
+            up.set()
+            await down.wait()
+
+    living = asyncio.create_task(live())
+    beginning = asyncio.create_task(up.wait())
+    await asyncio.wait({living, beginning}, return_when=asyncio.FIRST_COMPLETED)
+    if living.done():
+        beginning.cancel()
+        await living
+    try:
+        yield
+    finally:
+        down.set()
+        await living
+
+
+async def csrf_of(client: httpx.AsyncClient) -> str:
     """The CSRF token of the login page's form."""
     page = await client.get("/login")
     found = re.search(r'name="_csrf_token"\s+value="([^"]+)"', page.text)
