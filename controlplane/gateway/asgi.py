@@ -1,0 +1,123 @@
+"""Reading and answering one HTTP request at the ASGI level.
+
+Layer: service. The streaming routes speak raw ASGI, because the gateway must see a client leave at the very moment it
+does. Request bodies are bounded in size and time before anything is kept of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, HTTPScope, Receive, Send
+
+from controlplane.errors import AuthenticationError, PayloadTooLargeError, TidegateError
+from controlplane.gateway.errors import (
+    ClientGoneError,
+    RequestTimeoutError,
+    UnsupportedMediaTypeError,
+    error_body,
+)
+from dataplane.protocol import HEADER_REQUEST
+
+BODY_TIMEOUT_S = 60.0
+"""Longest wait for a request body to arrive whole."""
+
+FORGED_PREFIX = b"x-tidegate-"
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class RequestHead:
+    """The headers the gateway looks at. All others end here: nothing of them reaches a replica (F23)."""
+
+    __slots__ = ("authorization", "content_length", "encoding", "forged")
+
+    def __init__(self, scope: HTTPScope) -> None:
+        self.authorization: str | None = None
+        self.content_length = 0
+        self.encoding = b""
+        self.forged = 0
+        """Headers that pretended to come from inside."""
+        seen_authorization = False
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                # two identities are none
+                self.authorization = "" if seen_authorization else value.decode("latin-1")
+                seen_authorization = True
+            elif name == b"content-length":
+                self.content_length = int(value) if value.isdigit() else 0
+            elif name == b"content-encoding":
+                self.encoding = value.lower()
+            elif name.startswith(FORGED_PREFIX):
+                self.forged += 1
+
+
+async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[bytes, float]:
+    """The whole body and the seconds spent waiting for the client to send it.
+
+    Raises PayloadTooLargeError before more than `limit` bytes are kept, RequestTimeoutError, ClientGoneError, and
+    UnsupportedMediaTypeError for a compressed body.
+    """
+    if head.encoding not in {b"", b"identity"}:
+        raise UnsupportedMediaTypeError("Send the request body without content-encoding.")
+    if head.content_length > limit:
+        raise _too_large(limit)
+    started = time.monotonic()
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                if part:
+                    parts.append(part)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise RequestTimeoutError(f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts), time.monotonic() - started
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the client closes the connection. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_head(send: Send, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    start: HTTPResponseStartEvent = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
+
+
+async def send_part(send: Send, body: bytes, *, more: bool) -> None:
+    part: HTTPResponseBodyEvent = {"type": "http.response.body", "body": body, "more_body": more}
+    await send(part)
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    """A whole response at once."""
+    await send_head(send, status, [*headers, (b"content-length", str(len(body)).encode())])
+    await send_part(send, body, more=False)
+
+
+async def respond_error(send: Send, error: TidegateError, request_id: str) -> None:
+    """`error` as OpenAI clients expect it."""
+    headers: Headers = [JSON_TYPE, (HEADER_REQUEST.encode(), request_id.encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    if isinstance(error, AuthenticationError):
+        headers.append((b"www-authenticate", b"Bearer"))
+    await respond(send, error.status, error_body(error), headers)
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The request body is larger than {limit} bytes.")

@@ -1,0 +1,169 @@
+"""Plugs the gateway into the application.
+
+Layer: service. Wires the parts, starts and stops their background work. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from litestar import Litestar, asgi
+from litestar.handlers import ASGIRouteHandler
+from litestar.types import Receive, Scope, Send
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from controlplane.component import Component, Resources
+from controlplane.fleet.schemas import FleetView
+from controlplane.fleet.service import load_fleet
+from controlplane.gateway.auth import CAPACITY, KeyDirectory
+from controlplane.gateway.endpoint import Endpoint
+from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.load_feed import LoadFeed
+from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.policy import PolicyFeed
+from controlplane.gateway.reporter import GatewayReporter
+from controlplane.gateway.request_log import RequestLog
+from controlplane.gateway.shutdown import drain_on_signal
+from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
+from controlplane.gateway.telemetry import Recorder
+from controlplane.tenants.schemas import KeyGrant
+from controlplane.tenants.service import load_key, load_keys
+
+FIRST_READ_S = 2.0
+"""Longest a start waits for Postgres before it serves from the snapshot alone."""
+
+logger = logging.getLogger("tidegate.gateway")
+
+
+def component(resources: Resources) -> Component:
+    """The routes under /v1 and the work behind them."""
+    parts = _Parts(resources)
+    return Component(routes=[mount(parts.gateway)], lifespans=[parts.lifespan], state={"gateway": parts.gateway})
+
+
+def mount(gateway: Gateway) -> ASGIRouteHandler:
+    """The route of everything below /v1."""
+    endpoint = Endpoint(gateway)
+
+    @asgi("/v1", is_mount=True, copy_scope=False)
+    async def v1(scope: Scope, receive: Receive, send: Send) -> None:
+        await endpoint(scope, receive, send)
+
+    return v1
+
+
+class _Parts:
+    """One gateway process's parts and their background work."""
+
+    def __init__(self, resources: Resources) -> None:
+        settings = resources.settings
+        folder = settings.home / "gateway" / settings.gateway_id
+        self._resources = resources
+        changed = asyncio.Event()
+        board = LoadBoard(settings.stale_after_s)
+
+        def on_view(view: FleetView) -> None:
+            board.retain(route.replica for route in view.replicas)
+            changed.set()
+
+        metrics = GatewayMetrics(resources.registry)
+        self._recorder = Recorder()
+        self._request_log = RequestLog(folder / "requests.jsonl", on_dropped=metrics.log_lines_dropped.inc)
+        self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
+        self._fleet = FleetDirectory(self._load_fleet, on_view)
+        self._feed = PolicyFeed(settings.database_url, [self._keys, self._fleet])
+        self._loads = LoadFeed(resources.redis, self._fleet, board)
+        self._snapshot = SnapshotKeeper(
+            SnapshotFile(folder / "policy.snapshot", settings.gateway_id, settings.session_secret),
+            settings.gateway_id,
+            self._keys,
+            self._fleet,
+            changed,
+        )
+        self.gateway = Gateway(
+            settings,
+            keys=self._keys,
+            fleet=self._fleet,
+            board=board,
+            recorder=self._recorder,
+            request_log=self._request_log,
+            metrics=metrics,
+        )
+        self._reporter = GatewayReporter(
+            settings,
+            self._recorder,
+            in_flight=lambda: self.gateway.in_flight,
+            policy_epoch=lambda: max(self._feed.epoch, self._fleet.view.epoch if self._fleet.view else 0),
+        )
+        metrics.observe(in_flight=lambda: float(self.gateway.in_flight), listening=lambda: float(self._feed.listening))
+
+    @asynccontextmanager
+    async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
+        """Serve from the snapshot, then from Postgres; at the end finish what runs, then report it."""
+        self._snapshot.restore()
+        self.gateway.open()
+        work = [
+            asyncio.create_task(_kept(name, run), name=f"gateway {name}")
+            for name, run in (
+                ("policy feed", self._feed.run()),
+                ("load feed", self._loads.run()),
+                ("snapshot", self._snapshot.run()),
+                ("request log", self._request_log.run()),
+                ("reporter", self._reporter.run()),
+            )
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READ_S):
+                await self._fleet.refresh()
+        work.append(asyncio.create_task(_kept("fleet", self._fleet.run()), name="gateway fleet"))
+        work.append(asyncio.create_task(_kept("keys", self._learn_keys()), name="gateway keys"))
+        try:
+            with drain_on_signal(self.gateway):
+                yield
+        finally:
+            await self.gateway.drain()
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            await self._keys.close()
+            await self.gateway.close()
+            await self._request_log.flush()
+            await self._reporter.last_words()
+            await asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot())
+
+    async def _load_grant(self, key_id: str) -> KeyGrant | None:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_key(session, key_id)
+
+    async def _load_fleet(self) -> FleetView:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_fleet(session)
+
+    async def _learn_keys(self) -> None:
+        """Read every usable key once, up to the cache's size, so that a later outage finds them known."""
+        after, learned = "", 0
+        while learned < CAPACITY:
+            epoch = self._feed.epoch
+            async with AsyncSession(self._resources.engine) as session:
+                page = await load_keys(session, after_id=after)
+            if epoch != self._feed.epoch:
+                continue  # a change came in between; this page may be from before it
+            if not page:
+                return
+            self._keys.adopt(page)
+            after, learned = page[-1].key_id, learned + len(page)
+
+
+async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """Background work that must not die unheard."""
+    try:
+        await work
+    except Exception:
+        logger.exception("The gateway's %s stopped", name)

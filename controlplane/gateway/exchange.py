@@ -1,0 +1,236 @@
+"""One inference request, from its key to its last byte.
+
+Layer: service. Authenticated → read → admitted → routed → relayed → settled. Quota leases and admission belong
+between reading and routing (`serve`), their settlement beside the record's. Whatever happens in between, the
+replica's slot is given back, the upstream connection is closed, and the record ends in exactly one outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+from uuid import uuid4
+
+from litestar.types import Receive, Send
+
+from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
+from controlplane.gateway.asgi import RequestHead, client_left, read_body, respond_error
+from controlplane.gateway.body import InferenceBody, read_inference_body
+from controlplane.gateway.errors import ClientGoneError, UpstreamTimeoutError, capacity
+from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.record import Outcome, RequestRecord
+from controlplane.gateway.relay import Relay
+from controlplane.gateway.upstream import Cause, UpstreamFailure
+from controlplane.routing.candidates import Candidate, RoutingSnapshot
+from controlplane.routing.router import decide
+from controlplane.tenants.schemas import KeyGrant
+from dataplane.protocol import (
+    HEADER_ATTEMPT,
+    HEADER_KEY,
+    HEADER_PRIORITY,
+    HEADER_REQUEST,
+    HEADER_SALT,
+    HEADER_TENANT,
+    HEADER_USAGE,
+)
+
+ATTEMPTS = 2
+STATUS_CLIENT_GONE = 499
+"""What the log says of a client that left."""
+
+UPSTREAM_PREFIX = "/v1"
+
+RETRYABLE = frozenset({Cause.UNREACHABLE, Cause.RESET, Cause.UNAVAILABLE})
+"""Failures before any byte of an answer that another replica may make good."""
+
+SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.RESET})
+"""Failures that speak against the replica until its next report. What a client did wrong never does (F18)."""
+
+logger = logging.getLogger("tidegate.gateway")
+
+
+class Exchange:
+    """Serves one request of `grant` on `path` (below /v1). `arrived` is on the monotonic clock."""
+
+    def __init__(self, gateway: Gateway, grant: KeyGrant, path: str, request_id: str, arrived: float) -> None:
+        self._gateway = gateway
+        self._path = path
+        self._relay: Relay | None = None
+        self.record = RequestRecord(request_id=request_id, grant=grant, at=time.time(), accepted=arrived)
+
+    async def serve(self, head: RequestHead, receive: Receive, send: Send) -> None:
+        """Answer the request; raises only when the server cancels its own task."""
+        record, gateway = self.record, self._gateway
+        try:
+            with gateway.slot():
+                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
+                record.accepted += waited
+                record.at += waited
+                request = read_inference_body(body)
+                self._allow(request.model)
+                record.stream = request.stream
+                gateway.retries.earn()
+                await self._watched(self._deliver(request, send), receive)
+        except TidegateError as error:
+            record.conclude(Outcome.REFUSED, error.code, error.status)
+            await respond_error(send, error, record.request_id)
+        except ClientGoneError:
+            record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)
+        except Exception:
+            logger.exception("Request failed in the gateway", extra={"request_id": record.request_id})
+            record.conclude(Outcome.FAILED, "internal_error", 500)
+            await self._apologise(send)
+        finally:
+            record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)
+            gateway.settle(record)
+
+    async def _apologise(self, send: Send) -> None:
+        error = TidegateError("The gateway failed to handle this request.")
+        if self._relay is None or not self._relay.started:
+            await respond_error(send, error, self.record.request_id)
+        elif self.record.stream:
+            await self._relay.interrupt(UpstreamFailure(Cause.ERROR), error)
+
+    def _allow(self, model: str) -> None:
+        """Whether the key may use `model`, and whether there is one.
+
+        A key with a list of models gets 403 for anything else, existing or not, so that it cannot tell other tenants'
+        models from none; only a model that the key may use and nobody serves is 404.
+        """
+        fleet, grant = self._gateway.fleet, self.record.grant
+        shown = model if len(model) <= 100 else f"{model[:100]}…"
+        if grant.allowed_models is not None and model not in grant.allowed_models:
+            raise PermissionDeniedError(
+                f"This API key may not use the model {shown!r}.", code="model_not_allowed", param="model"
+            )
+        if fleet.view is None:
+            raise capacity("The served models are not known yet; try again.", "policy_unavailable")
+        if fleet.pool(model) is None:
+            raise NotFoundError(
+                f"The model {shown!r} does not exist or you do not have access to it.",
+                code="model_not_found",
+                param="model",
+            )
+        self.record.model = model
+
+    async def _watched(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """Run `work`; the moment the client leaves, cancel it and raise ClientGoneError."""
+        task = asyncio.create_task(work)
+        watch = asyncio.create_task(client_left(receive))
+        watch.add_done_callback(lambda _: task.cancel())
+        self._gateway.running(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if watch.done() and not watch.cancelled():
+                raise ClientGoneError from watch.exception()
+            raise
+        finally:
+            watch.cancel()
+
+    async def _deliver(self, request: InferenceBody, send: Send) -> None:
+        """Send the request to a replica, to a second one if the first gave no answer at all, and relay the answer."""
+        gateway, record = self._gateway, self.record
+        tried: set[str] = set()
+        failure: UpstreamFailure | None = None
+        for attempt in range(ATTEMPTS):
+            replica = self._route(request.model, tried)
+            if replica is None and failure is not None and failure.cause is Cause.RESET:
+                replica = self._route(request.model, set())  # an idle connection closed meanwhile proves nothing
+            if replica is None:
+                break
+            tried.add(replica.replica)
+            record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, uuid4().hex
+            gateway.recorder.accept(record)
+            failure = await self._attempt(request, replica, send, tried)
+            if failure is None:
+                return
+            retry = failure.cause in RETRYABLE and attempt + 1 < ATTEMPTS and gateway.retries.spend()
+            gateway.metrics.upstream_failed(failure.cause, retried=retry)
+            if not retry:
+                break
+        raise self._answer_for(failure)
+
+    async def _attempt(
+        self, request: InferenceBody, replica: Candidate, send: Send, tried: set[str]
+    ) -> UpstreamFailure | None:
+        """One replica's turn: None when the client has its answer, else why it has been sent nothing."""
+        gateway, record = self._gateway, self.record
+        relay = Relay(record, send, hide_usage=request.hide_usage, on_first=gateway.recorder.first_tokens)
+        self._relay = relay
+        response = None
+        gateway.board.begin(replica.replica)
+        try:
+            url = replica.url + UPSTREAM_PREFIX + self._path
+            response = await gateway.post(url, self._headers(request), request.forward)
+            if response.status == 503:
+                gateway.board.suspect(replica.replica)
+                if len(tried) < ATTEMPTS and self._route(request.model, tried) is not None:
+                    return UpstreamFailure(Cause.UNAVAILABLE)
+            await relay.relay(response)
+        except UpstreamFailure as failure:
+            if failure.cause in SUSPICIOUS:
+                gateway.board.suspect(replica.replica)
+            return failure
+        except asyncio.CancelledError:
+            return await self._cancelled(relay)
+        finally:
+            gateway.board.end(replica.replica)
+            if response is not None:
+                response.close()
+            relay.settle()
+        return None
+
+    async def _cancelled(self, relay: Relay) -> UpstreamFailure | None:
+        """The client left (then the cancellation goes on), or the gateway is shutting down (then it is told so)."""
+        if relay.reading.done:
+            self.record.conclude(Outcome.FINISHED, relay.reading.finish_reason or "unknown", 200)
+        if relay.reading.done or not self._gateway.cutting:
+            raise asyncio.CancelledError
+        failure = UpstreamFailure(Cause.SHUTDOWN)
+        if not relay.started:
+            return failure
+        await relay.interrupt(failure, self._answer_for(failure))
+        return None
+
+    def _route(self, model: str, tried: set[str]) -> Candidate | None:
+        gateway = self._gateway
+        candidates = gateway.board.candidates(gateway.fleet.replicas(model))
+        snapshot = RoutingSnapshot(
+            model=model, candidates=candidates, current=gateway.fleet.listening, excluded=frozenset(tried)
+        )
+        return decide(snapshot, time.time(), gateway.rng).choice
+
+    def _headers(self, request: InferenceBody) -> dict[str, str]:
+        """What the replica is told of the request, from the key's grant alone (F23)."""
+        grant, record = self.record.grant, self.record
+        headers = {
+            HEADER_REQUEST: record.request_id,
+            HEADER_ATTEMPT: record.attempt_id,
+            HEADER_TENANT: grant.tenant,
+            HEADER_KEY: grant.key_id,
+            HEADER_SALT: grant.cache_salt,
+            HEADER_PRIORITY: str(grant.priority),
+        }
+        if request.hide_usage:
+            headers[HEADER_USAGE] = "hidden"
+        return headers
+
+    def _answer_for(self, failure: UpstreamFailure | None) -> TidegateError:
+        """What the client is told when no replica answered; the record says why."""
+        if failure is None:
+            return capacity(f"No replica of {self.record.model!r} can take requests; try again.", "no_capacity")
+        cause = failure.cause
+        if cause in RETRYABLE:
+            error: TidegateError = capacity("The replica could not be reached; try again.", cause.value)
+        elif cause is Cause.SHUTDOWN:
+            error = capacity("This gateway is shutting down; try again.", cause.value)
+        elif cause is Cause.TIMEOUT:
+            error = UpstreamTimeoutError("The replica did not answer in time.", code=cause.value)
+        else:
+            error = UpstreamError("The replica failed to answer.", code=cause.value)
+        self.record.conclude(Outcome.FAILED, cause.value, error.status)
+        return error

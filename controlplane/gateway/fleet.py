@@ -1,0 +1,120 @@
+"""The gateway's view of the fleet: pools and replicas as last read, and what is known of each replica's load.
+
+Layer: service. The view is read whole from the fleet service: when a change is announced, every `REREAD_S` while nobody
+would announce one, and now and then anyway. A view is never dropped for being old: stale information must not stop
+traffic (F19).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
+from controlplane.gateway.policy import PolicyChange
+
+REREAD_S = 1.0
+ANYWAY_S = 30.0
+SETTLE_S = 0.02
+"""Announcements this close together cost one read."""
+READ_TIMEOUT_S = 3.0
+
+logger = logging.getLogger("tidegate.gateway")
+
+LoadFleet = Callable[[], Awaitable[FleetView]]
+
+
+class FleetDirectory:
+    """Pools and replicas by model. `load` reads the fleet; any exception means Postgres cannot answer. `on_view` is
+    told of every view taken.
+    """
+
+    def __init__(self, load: LoadFleet, on_view: Callable[[FleetView], None] = lambda _: None) -> None:
+        self._load = load
+        self._on_view = on_view
+        self._wanted = asyncio.Event()
+        self._listening = False
+        self._away = False
+        self._pools: dict[str, PoolRoute] = {}
+        self._replicas: dict[str, tuple[ReplicaRoute, ...]] = {}
+        self._names: frozenset[str] = frozenset()
+        self.view: FleetView | None = None
+        """None until the fleet was read once, from Postgres or a snapshot."""
+
+    @property
+    def listening(self) -> bool:
+        """Whether a change would be heard of: False means that states may be old."""
+        return self._listening
+
+    def pool(self, model: str) -> PoolRoute | None:
+        """A pool that serves `model`; of several, the first by name."""
+        return self._pools.get(model)
+
+    def pools(self) -> list[PoolRoute]:
+        """One pool for each served model, by model name."""
+        return [self._pools[model] for model in sorted(self._pools)]
+
+    def replicas(self, model: str) -> tuple[ReplicaRoute, ...]:
+        """Every replica of every pool that serves `model`."""
+        return self._replicas.get(model, ())
+
+    def knows(self, replica: str) -> bool:
+        """Whether the fleet has a replica of this name."""
+        return replica in self._names
+
+    def adopt(self, view: FleetView) -> None:
+        """Take `view` as the present one."""
+        self.view = view
+        self._pools = {pool.model: pool for pool in sorted(view.pools, key=lambda p: p.name, reverse=True)}
+        self._names = frozenset(route.replica for route in view.replicas)
+        models = {pool.name: pool.model for pool in view.pools}
+        replicas: dict[str, list[ReplicaRoute]] = {}
+        for route in view.replicas:
+            if (model := models.get(route.pool)) is not None:
+                replicas.setdefault(model, []).append(route)
+        self._replicas = {model: tuple(routes) for model, routes in replicas.items()}
+        self._on_view(view)
+
+    def on_listening(self) -> None:
+        self._listening = True
+        self._wanted.set()
+
+    def on_silence(self) -> None:
+        self._listening = False
+        self._wanted.set()
+
+    def on_change(self, change: PolicyChange) -> None:
+        if change.table in {"pools", "replicas"}:
+            self._wanted.set()
+
+    async def refresh(self) -> bool:
+        """Read the fleet now; False when Postgres cannot answer."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                view = await self._load()
+        except Exception as error:
+            if not self._away:
+                self._away = True
+                logger.warning(
+                    "The fleet cannot be read from Postgres (%s); the last view goes on", type(error).__name__
+                )
+            return False
+        if self._away:
+            self._away = False
+            logger.info("The fleet can be read again")
+        self.adopt(view)
+        return True
+
+    async def run(self) -> None:
+        """Keep the view fresh; ends only by cancellation."""
+        while True:
+            self._wanted.clear()
+            read = await self.refresh()
+            wait = ANYWAY_S if self._listening and read else REREAD_S
+            try:
+                async with asyncio.timeout(wait):
+                    await self._wanted.wait()
+                    await asyncio.sleep(SETTLE_S)
+            except TimeoutError:
+                continue

@@ -1,0 +1,130 @@
+"""What all requests of one gateway process share, and how many there are.
+
+Layer: service. Holds the parts, bounds requests in flight and ends them in order at shutdown. It must never know what
+one request is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+
+from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.errors import capacity
+from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.record import RequestRecord
+from controlplane.gateway.request_log import RequestLog
+from controlplane.gateway.retries import RetryBudget
+from controlplane.gateway.telemetry import Recorder
+from controlplane.gateway.upstream import Upstream
+from controlplane.settings import Settings
+
+DRAIN_S = 8.0
+"""How long running requests may go on after a shutdown was asked for; then they are cut with an error event."""
+
+logger = logging.getLogger("tidegate.gateway")
+
+
+class Gateway:
+    """The shared parts. `open` inside the running loop, `close` when it ends."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        keys: KeyDirectory,
+        fleet: FleetDirectory,
+        board: LoadBoard,
+        recorder: Recorder,
+        request_log: RequestLog,
+        metrics: GatewayMetrics,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings
+        self.keys = keys
+        self.fleet = fleet
+        self.board = board
+        self.recorder = recorder
+        self.request_log = request_log
+        self.metrics = metrics
+        self.retries = RetryBudget()
+        self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
+        self._upstream: Upstream | None = None
+        self.draining = False
+        self.cutting = False
+        """Requests still running are being ended now."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def open(self) -> None:
+        """Start taking requests."""
+        self._upstream = Upstream(self.settings)
+
+    async def close(self) -> None:
+        """Close the connections to replicas."""
+        if self._upstream is not None:
+            await self._upstream.close()
+
+    async def post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+        """Send a request to a replica. Raises UpstreamFailure."""
+        assert self._upstream is not None, "the gateway is not open"
+        return await self._upstream.post(url, headers, body)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests accepted and not ended."""
+        return self._in_flight
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Room for one more request, given back however it ends. Raises CapacityError (503) at once when there is
+        none.
+        """
+        if self.draining:
+            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+        if self._in_flight >= self.settings.max_in_flight:
+            raise capacity("Too many requests are in flight; try again.", "too_many_in_flight")
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def running(self, work: asyncio.Task[None]) -> None:
+        """`work` relays one request; it may be cut at shutdown."""
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+
+    def settle(self, record: RequestRecord) -> None:
+        """A request has ended: count it and write its line, once, from the one record."""
+        record.e2e_s = max(0.0, time.monotonic() - record.accepted)
+        self.recorder.end(record)
+        self.request_log.write(record)
+        self.metrics.ended(record)
+
+    async def drain(self, grace_s: float = DRAIN_S) -> None:
+        """Take no more requests, let the running ones finish within `grace_s`, then cut them."""
+        self.draining = True
+        if self._in_flight:
+            logger.info("Shutting down: %d requests may finish within %.0f s", self._in_flight, grace_s)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.cutting = True
+            logger.warning("Shutting down: ending %d requests", len(self._running))
+            for work in list(self._running):
+                work.cancel()

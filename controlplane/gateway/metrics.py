@@ -1,0 +1,102 @@
+"""The gateway's Prometheus metrics.
+
+Layer: service. Label values come from tenants that have authenticated and models that are served; anything else reads
+"other", and so do tenants beyond `MAX_TENANTS` (F32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from controlplane.gateway.record import RequestRecord
+
+OTHER = "other"
+MAX_TENANTS = 2_000
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class GatewayMetrics:
+    """Registered in `registry` under `tidegate_gateway_*`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tenants: set[str] = set()
+        self._registry = registry
+        self.requests = Counter(
+            "tidegate_gateway_requests",
+            "Requests on /v1 by tenant, model and status class.",
+            ("tenant", "model", "status"),
+            registry=registry,
+        )
+        self.outcomes = Counter(
+            "tidegate_gateway_outcomes",
+            "Accepted inference requests by how they ended.",
+            ("tenant", "model", "outcome"),
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "tidegate_gateway_tokens",
+            "Tokens of ended requests, as the engines counted them: prompt, of it cached, and output.",
+            ("tenant", "model", "kind"),
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "tidegate_gateway_ttft_seconds",
+            "Time from acceptance to the first token of streamed requests.",
+            ("model",),
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.forged_headers = Counter(
+            "tidegate_gateway_forged_headers",
+            "Inbound headers that claimed to come from inside and were dropped.",
+            registry=registry,
+        )
+        self.upstream_failures = Counter(
+            "tidegate_gateway_upstream_failures",
+            "Attempts that a replica gave no answer to, by cause and whether another attempt followed.",
+            ("cause", "retried"),
+            registry=registry,
+        )
+        self.log_lines_dropped = Counter(
+            "tidegate_gateway_log_lines_dropped",
+            "Lines of the request log that could not be written.",
+            registry=registry,
+        )
+
+    def observe(self, *, in_flight: Callable[[], float], listening: Callable[[], float]) -> None:
+        """Register the gauges that are read when scraped."""
+        Gauge("tidegate_gateway_in_flight", "Requests in flight.", registry=self._registry).set_function(in_flight)
+        Gauge(
+            "tidegate_gateway_policy_listening",
+            "1 while policy changes are heard at once, 0 while cached policy is read again as it ages.",
+            registry=self._registry,
+        ).set_function(listening)
+
+    def ended(self, record: RequestRecord) -> None:
+        """An accepted inference request has ended."""
+        tenant, model = self._tenant(record.grant.tenant), record.model or OTHER
+        self.requests.labels(tenant, model, f"{record.status // 100}xx").inc()
+        self.outcomes.labels(tenant, model, record.outcome.value if record.outcome else OTHER).inc()
+        if record.prompt_tokens:
+            self.tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
+            self.tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
+            self.tokens.labels(tenant, model, "output").inc(record.output_tokens)
+        if record.ttft_s is not None:
+            self.ttft.labels(model).observe(record.ttft_s)
+
+    def answered(self, tenant: str, status: int) -> None:
+        """A request that is no inference was answered, or one without a usable key refused (tenant "")."""
+        self.requests.labels(self._tenant(tenant), OTHER, f"{status // 100}xx").inc()
+
+    def upstream_failed(self, cause: str, *, retried: bool) -> None:
+        self.upstream_failures.labels(cause, "yes" if retried else "no").inc()
+
+    def _tenant(self, slug: str) -> str:
+        if slug in self._tenants:
+            return slug
+        if not slug or len(self._tenants) >= MAX_TENANTS:
+            return OTHER
+        self._tenants.add(slug)
+        return slug

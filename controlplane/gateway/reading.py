@@ -1,0 +1,98 @@
+"""Reads a response on the side, while its bytes go on unchanged.
+
+Layer: service. Pure but for the clock's reading passed in. It learns usage, token times, the finish reason and
+in-stream errors, and tells which event must not reach the client: the usage chunk that only the gateway asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from controlplane.gateway.chunks import Choice, Usage, read_chunk
+from controlplane.gateway.sse import Event
+from controlplane.gateway.timings import StreamTimes
+
+DONE = b"[DONE]"
+
+
+class ResponseReading:
+    """What one response says of itself. `hide_usage` drops the usage chunk from the relayed events."""
+
+    __slots__ = ("done", "error", "finish_reason", "hide_usage", "times", "usage")
+
+    def __init__(self, accepted: float, *, hide_usage: bool) -> None:
+        self.times = StreamTimes(accepted)
+        self.hide_usage = hide_usage
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
+        self.error = False
+        """An error event or body was seen."""
+        self.done = False
+        """The `[DONE]` event was seen."""
+
+    def read_events(self, events: Iterable[Event], now: float) -> bytes:
+        """Read what one network read completed at `now`; returns the bytes to relay."""
+        kept: list[bytes] = []
+        arrived: dict[int, int] = {}
+        visible = False
+        for raw, data in events:
+            if data is None:
+                kept.append(raw)
+                continue
+            if data == DONE:
+                self.done = True
+                kept.append(raw)
+                continue
+            chunk = read_chunk(data)
+            if chunk is None:
+                kept.append(raw)
+                continue
+            if chunk.error is not None:
+                self.error = True
+            if chunk.usage is not None:
+                self.usage = chunk.usage
+                if not chunk.choices and self.hide_usage:
+                    continue
+            kept.append(raw)
+            for choice in chunk.choices or ():
+                tokens, shown = self._read_choice(choice, now)
+                if tokens:
+                    arrived[choice.index] = arrived.get(choice.index, 0) + tokens
+                    visible = visible or shown
+        for index, tokens in arrived.items():
+            self.times.arrive(now, index, tokens, visible=visible)
+        return kept[0] if len(kept) == 1 else b"".join(kept)
+
+    def read_body(self, body: bytes) -> None:
+        """Read a response that was not streamed."""
+        chunk = read_chunk(body)
+        if chunk is None:
+            return
+        self.usage = chunk.usage
+        self.error = chunk.error is not None
+        for choice in chunk.choices or ():
+            self.finish_reason = self.finish_reason or choice.finish_reason
+
+    def settle(self) -> None:
+        """The stream is over: bring token times into line with the engine's own count."""
+        if self.usage is not None and self.usage.completion_tokens:
+            self.times.settle(self.usage.completion_tokens)
+
+    def _read_choice(self, choice: Choice, now: float) -> tuple[int, bool]:
+        """Tokens the chunk carries for this choice, and whether the client shows any of it."""
+        if choice.finish_reason:
+            self.finish_reason = self.finish_reason or choice.finish_reason
+            self.times.finish(now, choice.index)
+        logprobs = choice.logprobs
+        counted = len(logprobs.content or logprobs.tokens or ()) if logprobs is not None else 0
+        delta = choice.delta
+        if delta is None:
+            holds_token = choice.text is not None and not choice.finish_reason
+            return (counted or 1, True) if choice.text else (counted or int(holds_token), False)
+        if delta.content or delta.refusal:
+            return counted or 1, True
+        if delta.reasoning_content or delta.reasoning or delta.tool_calls is not None:
+            return counted or 1, False
+        if delta.content is not None and delta.role is None and not choice.finish_reason:
+            return counted or 1, False  # a token that adds no text yet, such as half a character
+        return counted, False

@@ -1,0 +1,68 @@
+"""Everything the gateway learns about one accepted request.
+
+Layer: service. One record feeds the histograms, the counters and the request log, so that they cannot disagree. It must
+never hold prompt or answer text, nor a secret.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from controlplane.gateway.chunks import Usage
+from controlplane.tenants.schemas import KeyGrant
+from dataplane.protocol import Histogram
+
+
+class Outcome(enum.StrEnum):
+    """How an accepted request ended; it ends in exactly one."""
+
+    FINISHED = "finished"
+    REFUSED = "refused"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times: `at` is Unix seconds, the others are seconds. `model` is a known model's name or empty: a client's
+    text never becomes a label. `reason` is the finish reason, the refusal's code or the failure's cause.
+    """
+
+    request_id: str
+    grant: KeyGrant
+    at: float
+    accepted: float
+    """Acceptance on the monotonic clock: the request's arrival, without the wait for the client to send its body."""
+    model: str = ""
+    pool: str = ""
+    replica: str = ""
+    attempt_id: str = ""
+    stream: bool = False
+    accepted_counted: bool = False
+    """`accepted` is counted once, on the replica of the first dispatch; the TTFTs once, when they are known."""
+    ttft_counted: bool = False
+    ttft_visible_counted: bool = False
+    status: int = 0
+    outcome: Outcome | None = None
+    reason: str = ""
+    ttft_s: float | None = None
+    ttft_visible_s: float | None = None
+    tpot_s: float | None = None
+    itl: Histogram | None = None
+    e2e_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def conclude(self, outcome: Outcome, reason: str, status: int) -> None:
+        """Say how the request ended; the first conclusion stands."""
+        if self.outcome is None:
+            self.outcome, self.reason, self.status = outcome, reason, status
+
+    def take_usage(self, usage: Usage | None) -> None:
+        """The engine's own token counts."""
+        if usage is not None:
+            self.prompt_tokens = usage.prompt_tokens or 0
+            self.cached_tokens = usage.cached_tokens
+            self.output_tokens = usage.completion_tokens or 0

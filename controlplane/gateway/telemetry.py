@@ -1,0 +1,196 @@
+"""What this gateway counted, in aligned windows, until the control plane has stored it.
+
+Layer: service. Pure but for the wall clock passed in. A window is sent whole again while it grows and replaces what
+the receiver holds, so a repeat never counts twice (contract of `GatewayReport`). Memory is bounded: during a long
+outage the oldest windows are merged, never dropped. It must never hold a client's text: series are named by tenant,
+pool and replica.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from controlplane.gateway.record import Outcome, RequestRecord
+from dataplane.protocol import (
+    WINDOW_SECONDS,
+    GatewayCounters,
+    GatewaySeries,
+    GatewayWindow,
+    Histogram,
+)
+
+MAX_WINDOWS = 360
+WINDOWS_PER_REPORT = 30
+MAX_SERIES = 4096
+"""Series of one window; tenants beyond it are counted together as `OTHER`."""
+OTHER = "other"
+STRANGERS = "(no usable key)"
+"""Stands for the tenant of requests that no tenant can be named for; no slug can read like this."""
+
+Key = tuple[str, str, str]
+
+
+class _Window:
+    """`version` grows with every count; `acknowledged` is the one the receiver has certainly stored."""
+
+    __slots__ = ("acknowledged", "doubtful", "series", "version")
+
+    def __init__(self) -> None:
+        self.series: dict[Key, GatewayCounters] = {}
+        self.version = 0
+        self.acknowledged = 0
+        self.doubtful = False
+        """A report with it got no answer: the receiver may have stored it or not."""
+
+
+class Recorder:
+    """Counts requests. The reporter calls `pending`, then exactly one of `acknowledge`, `doubt` and `refused`."""
+
+    def __init__(self, *, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self._windows: dict[int, _Window] = {}
+        self._reporting: frozenset[int] = frozenset()
+        """Windows of the report in flight."""
+
+    def accept(self, record: RequestRecord) -> None:
+        """An authenticated request goes to its first replica, or was refused before it got that far."""
+        if not record.accepted_counted:
+            record.accepted_counted = True
+            self._count(record).accepted += 1
+
+    def first_tokens(self, record: RequestRecord) -> None:
+        """The record has learned its TTFT, of any token or of the first visible one."""
+        if record.ttft_s is not None and not record.ttft_counted:
+            record.ttft_counted = True
+            counters = self._count(record)
+            counters.ttft = counters.ttft or Histogram()
+            counters.ttft.record(record.ttft_s)
+        if record.ttft_visible_s is not None and not record.ttft_visible_counted:
+            record.ttft_visible_counted = True
+            counters = self._count(record)
+            counters.ttft_visible = counters.ttft_visible or Histogram()
+            counters.ttft_visible.record(record.ttft_visible_s)
+
+    def end(self, record: RequestRecord) -> None:
+        """An accepted request has ended."""
+        self.accept(record)
+        self.first_tokens(record)
+        counters = self._count(record)
+        match record.outcome:
+            case Outcome.FINISHED:
+                _add(counters.finished, record.reason)
+                counters.e2e = counters.e2e or Histogram()
+                counters.e2e.record(record.e2e_s)
+            case Outcome.REFUSED:
+                _add(counters.refused, record.reason)
+            case Outcome.FAILED:
+                _add(counters.failed, record.reason)
+            case Outcome.CANCELLED:
+                counters.cancelled += 1
+            case None:
+                raise ValueError("the request has no outcome")
+        counters.prompt_tokens += record.prompt_tokens
+        counters.cached_tokens += record.cached_tokens
+        counters.output_tokens += record.output_tokens
+        if record.tpot_s is not None:
+            counters.tpot = counters.tpot or Histogram()
+            counters.tpot.record(record.tpot_s)
+        if record.itl is not None:
+            counters.itl = counters.itl or Histogram()
+            counters.itl.merge(record.itl)
+
+    def refuse_stranger(self, reason: str) -> None:
+        """A request without a usable key: refused, never accepted, no tenant's."""
+        _add(self._counters((STRANGERS, "", "")).refused, reason)
+
+    def pending(self) -> tuple[list[GatewayWindow], dict[int, int]]:
+        """The oldest windows with something unacknowledged, and the versions to acknowledge them by."""
+        windows: list[GatewayWindow] = []
+        versions: dict[int, int] = {}
+        for start in sorted(self._windows):
+            window = self._windows[start]
+            if window.version == window.acknowledged:
+                continue
+            if len(windows) == WINDOWS_PER_REPORT:
+                break
+            series = [
+                GatewaySeries(tenant=tenant, pool=pool, replica=replica, counters=counters)
+                for (tenant, pool, replica), counters in window.series.items()
+            ]
+            windows.append(GatewayWindow(start=start, series=series))
+            versions[start] = window.version
+        self._reporting = frozenset(versions)
+        return windows, versions
+
+    def acknowledge(self, versions: dict[int, int]) -> None:
+        """The receiver has stored these windows; those that are over and unchanged are forgotten."""
+        self._reporting = frozenset()
+        current = self._start()
+        for start, version in versions.items():
+            window = self._windows[start]
+            window.acknowledged = version
+            if window.version == version and start < current:
+                del self._windows[start]
+
+    def doubt(self, versions: dict[int, int]) -> None:
+        """No answer came: the receiver may have stored these windows or not."""
+        self._reporting = frozenset()
+        for start in versions:
+            self._windows[start].doubtful = True
+
+    def refused(self) -> None:
+        """The receiver has certainly not stored the report."""
+        self._reporting = frozenset()
+
+    def resend_all(self) -> None:
+        """The receiver asked for everything again."""
+        for window in self._windows.values():
+            window.acknowledged = 0
+
+    @property
+    def windows(self) -> int:
+        """Windows held."""
+        return len(self._windows)
+
+    def _count(self, record: RequestRecord) -> GatewayCounters:
+        return self._counters((record.grant.tenant, record.pool, record.replica))
+
+    def _counters(self, key: Key) -> GatewayCounters:
+        start = self._start()
+        window = self._windows.get(start)
+        if window is None:
+            window = self._windows[start] = _Window()
+            if len(self._windows) > MAX_WINDOWS:
+                self._merge_oldest()
+        window.version += 1
+        counters = window.series.get(key)
+        if counters is None:
+            if len(window.series) >= MAX_SERIES:
+                key = (OTHER, "", "")
+            counters = window.series.setdefault(key, GatewayCounters())
+        return counters
+
+    def _merge_oldest(self) -> None:
+        """Fold the two oldest windows that were certainly never stored into the earlier one."""
+        never = sorted(
+            start
+            for start, window in self._windows.items()
+            if not (window.doubtful or window.acknowledged or start in self._reporting)
+        )
+        if len(never) < 3:  # the newest is being counted into
+            return
+        kept, gone = self._windows[never[0]], self._windows.pop(never[1])
+        for key, counters in gone.series.items():
+            if key in kept.series:
+                kept.series[key].merge(counters)
+            else:
+                kept.series[key] = counters
+        kept.version += gone.version
+
+    def _start(self) -> int:
+        return int(self._wall()) // WINDOW_SECONDS * WINDOW_SECONDS
+
+
+def _add(counts: dict[str, int], reason: str) -> None:
+    counts[reason] = counts.get(reason, 0) + 1
