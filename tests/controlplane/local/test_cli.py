@@ -1,0 +1,113 @@
+"""`tidegate up` and `tidegate doctor` at the terminal: one sentence and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.local import binaries
+from controlplane.local.errors import ExitCode
+
+
+def tidegate(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "controlplane", *arguments],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], code: ExitCode) -> str:
+    """The one sentence on standard error."""
+    assert done.returncode == code, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return lines[0]
+
+
+def test_a_port_in_use_names_the_port_and_the_flag(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = tidegate("up", "--home", tmp_path / "home", "--port-gateway", str(port))
+    sentence = refused(done, ExitCode.PORT_IN_USE)
+    assert f"port {port} for the gateway is in use" in sentence
+    assert "--port-gateway" in sentence
+
+
+def test_a_broken_database_url_is_named_without_its_password(tmp_path: Path) -> None:
+    given = {"DATABASE_URL": "postgresql://u:s3cret-canary@127.0.0.1:1/d"}
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", environment=given)
+    assert "DATABASE_URL (127.0.0.1:1/d) cannot be used" in refused(done, ExitCode.SERVICE_UNREACHABLE)
+    assert "s3cret-canary" not in done.stdout + done.stderr
+
+
+def test_data_of_another_postgres_major_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "home" / "pg"
+    data.mkdir(parents=True)
+    (data / "PG_VERSION").write_text("16\n")
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports")
+    assert "was made by PostgreSQL 16" in refused(done, ExitCode.DATA_VERSION)
+
+
+def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = tidegate("up", "--home", tmp_path / "file" / "home", "--free-ports")
+    assert "cannot create the folder" in refused(done, ExitCode.START_FAILED)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_home_without_write_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports")
+    assert "no write permission" in refused(done, ExitCode.NO_PERMISSION)
+
+
+def test_an_unknown_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", "--model", "no-such-model")
+    assert "--model no-such-model" in refused(done, ExitCode.USAGE)
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_wrong_variable_is_named(tmp_path: Path, database_url: str, valkey: str) -> None:
+    given = {"DATABASE_URL": database_url, "REDIS_URL": valkey, "TIDEGATE_MAX_IN_FLIGHT": "many"}
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", environment=given)
+    assert "TIDEGATE_MAX_IN_FLIGHT='many' is not valid" in refused(done, ExitCode.USAGE)
+
+
+def test_the_help_documents_every_exit_code() -> None:
+    text = tidegate("up", "--help").stdout
+    for code in ExitCode:
+        assert f"{int(code):>5}  " in text, code
+
+
+def test_doctor_finds_this_machine_and_says_what_is_wrong(tmp_path: Path) -> None:
+    given = {"DATABASE_URL": "postgresql://u:s3cret-canary@127.0.0.1:1/d"}
+    done = tidegate("doctor", "--json", "--home", tmp_path / "home", environment=given)
+    assert done.returncode == ExitCode.FAILED
+    found = {finding["subject"]: finding for finding in json.loads(done.stdout)}
+    assert "nothing listens there" in found["PostgreSQL"]["wrong"]
+    assert "unset it" in found["PostgreSQL"]["remedy"]
+    assert "s3cret-canary" not in done.stdout
+    assert found["torch"]["found"].startswith("2.")
+    assert found["attention backend"]["found"] != "none"
+    assert "cpu" in found["devices"]["found"]
+    assert found["demo model"]["found"].split(",")[0].endswith(".gguf")
+    assert binaries.program_version(binaries.valkey_server()) in found["Redis"]["found"]
+    assert not found["Python"]["wrong"]
+
+
+def test_doctor_prints_the_remedy_beside_what_is_wrong(tmp_path: Path) -> None:
+    done = tidegate("doctor", "--home", tmp_path / "home", environment={"PG_BIN_DIR": str(tmp_path)})
+    assert done.returncode == ExitCode.FAILED
+    assert "PG_BIN_DIR has no runnable postgres" in done.stdout
+    assert "→ Set DATABASE_URL instead." in done.stdout
