@@ -185,7 +185,7 @@ class Checks:
 
     def _unknown_key(self) -> str:
         unknown = keys.mint().plain.reveal()
-        return _require_refused(Client(self._running.gateway_url, unknown), self._running.model)
+        return _require_refused(Client(self._running.gateway_url, unknown), self._running.model, "invalid_api_key")
 
     def _revoked_key(self) -> str:
         tenant = self._running.demo.tenant
@@ -202,7 +202,8 @@ class Checks:
             _require(time.monotonic() - begin <= REVOKED_WITHIN_S, f"still accepted after {REVOKED_WITHIN_S:.0f} s")
             self._stack.turn(0.02)
         took = time.monotonic() - begin
-        return f"{_require_refused(caller, self._running.model)}, {took * 1000:.0f} ms after it was revoked"
+        refused = _require_refused(caller, self._running.model, "api_key_revoked")
+        return f"{refused}, {took * 1000:.0f} ms after it was revoked"
 
     def _nothing_ended(self) -> str:
         _require(not self._display.ended_units, "; ".join(self._display.ended_units))
@@ -222,13 +223,13 @@ def _require(condition: bool, otherwise: str) -> None:
         raise CheckFailedError(otherwise)
 
 
-def _require_refused(caller: Client, model: str) -> str:
+def _require_refused(caller: Client, model: str, code: str) -> str:
     answer = caller.call(
         "POST", "/v1/chat/completions", json={"model": model, "messages": [{"role": "user", "content": "Hello"}]}
     )
     _require(answer.status == 401, f"it was answered {answer.status}")
-    _require(answer.error_code == "invalid_api_key", f"the error's code is {answer.error_code!r}")
-    return "401 invalid_api_key"
+    _require(answer.error_code == code, f"the error's code is {answer.error_code!r}")
+    return f"401 {code}"
 
 
 def _csrf(page: bytes) -> str:
