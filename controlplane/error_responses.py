@@ -8,6 +8,7 @@ secret reaches a client. Expected refusals are not logged as errors.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ log = logging.getLogger("tidegate.app")
 
 JSON_PREFIXES = ("/v1", "/api/", "/internal/", "/metrics", "/healthz", "/events/")
 """Paths read by programs; every other path of the control plane is a page."""
+
+_NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 
 _TYPES = {
     400: ("invalid_request_error", "invalid_request"),
@@ -101,8 +104,10 @@ def _sentence(request: Request[Any, Any, Any], error: HTTPException) -> tuple[st
         return f"nothing is served at {request.url.path}", None
     if isinstance(error, ValidationException) and isinstance(error.extra, list) and error.extra:
         problem = error.extra[0]
-        key = str(problem.get("key") or "body")
-        return f"{key}: {problem.get('message', 'is not valid')}", key
+        text = str(problem.get("message", "is not valid"))
+        named = _NAMED_FIELD.search(text)
+        key = named.group(1) if named else str(problem.get("key") or "body").replace("data", "body", 1)
+        return f"{key}: {text}", key
     return str(error.detail), None
 
 

@@ -56,6 +56,7 @@ def config() -> OpenAPIConfig:
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),
             Tag(name="telemetry", description="What the gateways and engines measured."),
+            Tag(name="usage", description="What tenants used, from the ledger."),
             Tag(name="process", description="This process."),
         ],
         components=Components(

@@ -38,7 +38,7 @@ async def test_a_right_password_clears_the_pair_only(redis: Redis) -> None:
     await throttle.succeeded("a@b.c", "10.0.0.1")
     assert await passed(throttle, [("a@b.c", "10.0.0.1")]) == 1
     counts = await redis.mget(await redis.keys("tidegate:{login}:*"))
-    assert sorted(map(int, counts)) == [1, PAIR.attempts + 1, PAIR.attempts + 1]
+    assert sorted(int(count or 0) for count in counts) == [1, PAIR.attempts + 1, PAIR.attempts + 1]
 
 
 async def test_f11_the_refusal_says_how_long_and_every_window_ends(redis: Redis) -> None:
@@ -53,9 +53,9 @@ async def test_f11_the_refusal_says_how_long_and_every_window_ends(redis: Redis)
 
 async def test_neither_email_nor_address_is_stored_as_text(redis: Redis) -> None:
     await LoginThrottle(redis).attempt("someone@example.com", "10.0.0.1")
-    names = b" ".join(await redis.keys("*"))
-    assert b"someone" not in names
-    assert b"10.0.0.1" not in names
+    names = str(await redis.keys("*"))
+    assert "someone" not in names
+    assert "10.0.0.1" not in names
 
 
 async def test_f14_without_redis_guessing_stays_bounded_and_the_owner_gets_in() -> None:

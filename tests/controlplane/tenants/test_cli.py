@@ -1,0 +1,142 @@
+"""`tidegate tenant|key` against a real control-plane process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from controlplane.accounts import service as accounts
+from controlplane.accounts.schemas import Role
+from controlplane.cli import main
+from controlplane.db import create_engine, transaction
+from controlplane.settings import Settings
+from controlplane.tenants import keys
+from tests.controlplane.test_serve import serving
+
+TOKENS = {Role.OPERATOR: "operator-token-of-this-test", Role.VIEWER: "viewer-token-of-this-test"}
+
+
+@pytest.fixture
+def url(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A control plane, and an environment that points at it as operator."""
+
+    async def seed() -> None:
+        engine = create_engine(settings, pooled=False)
+        async with transaction(engine) as session:
+            for role, token in TOKENS.items():
+                await accounts.ensure_api_token(session, role.value, token, role)
+        await engine.dispose()
+
+    asyncio.run(seed())
+    with serving("control", settings) as (_, port):
+        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKENS[Role.OPERATOR])
+        yield f"http://127.0.0.1:{port}"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def good(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_newcomer_creates_uses_up_and_takes_away(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no tenants yet" in run("tenant", "list").stderr
+    assert "acme" in good("tenant", "create", "acme", "--name", "Acme [red]Corp", "--model", "m1")
+    shown = good("tenant", "show", "acme")
+    assert "Acme [red]Corp" in shown
+    assert "m1" in shown
+    made = run("key", "create", "acme", "--name", "ci", "--expires", "2999-01-01")
+    plain = made.stdout.strip()
+    parsed = keys.parse(plain)
+    assert "shown this once" in made.stderr
+    listed = good("key", "list", "acme")
+    assert parsed.key_id in listed
+    assert "until 2999-01-01" in listed
+    assert plain not in listed
+    assert "revoked" in good("key", "revoke", plain)
+    assert json.loads(good("key", "list", "acme", "--json"))[0]["revoked_at"]
+    assert "inactive" in good("tenant", "deactivate", "acme")
+    assert json.loads(good("tenant", "activate", "acme", "--json"))["active"] is True
+    again = [good("tenant", "create", "twice", "--idempotency-key", "k", "--json") for _ in range(2)]
+    assert again[0] == again[1]
+    assert json.loads(good("key", "create", "acme", "--json"))["view"]["tenant"] == "acme"
+
+    taken = run("tenant", "create", "acme")
+    assert (taken.exit_code, taken.stderr) == (1, "tidegate: a tenant with the slug acme exists already\n")
+    wrong = run("tenant", "create", "NOT OK")
+    assert wrong.exit_code == 2
+    assert wrong.stderr.startswith("tidegate: slug:")
+    nobody = run("tenant", "show", "../keys")
+    assert nobody.exit_code == 1
+    assert "there is no tenant" in nobody.stderr
+    damaged = run("key", "revoke", plain[:-1] + ("a" if plain[-1] != "a" else "b"))
+    assert damaged.exit_code == 2
+    assert "checksum" in damaged.stderr
+
+    monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKENS[Role.VIEWER])
+    assert "acme" in good("tenant", "list")
+    refused = run("tenant", "deactivate", "acme")
+    assert (refused.exit_code, refused.stderr) == (1, "tidegate: viewer may look but not change anything\n")
+    monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", "not-a-token-at-all")
+    stranger = run("tenant", "list")
+    assert stranger.exit_code == 1
+    assert "valid admin token" in stranger.stderr
+    assert "not-a-token" not in stranger.output
+
+
+def test_the_home_folder_of_tidegate_up_is_enough(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TIDEGATE_CONTROL_URL")
+    monkeypatch.delenv("TIDEGATE_ADMIN_TOKEN")
+    missing = run("tenant", "list", "--home", str(tmp_path))
+    assert missing.exit_code == 2
+    assert "no admin token" in missing.stderr
+    (tmp_path / "admin.json").write_text(json.dumps({"email": "a@b.c", "api_token": TOKENS[Role.OPERATOR]}))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "endpoints.json").write_text(json.dumps({"control_url": url}))
+    good("tenant", "create", "acme", "--home", str(tmp_path))
+    (tmp_path / "admin.json").write_text("{")
+    damaged = run("tenant", "list", "--home", str(tmp_path))
+    assert damaged.exit_code == 2
+    assert "damaged" in damaged.stderr
+
+
+def test_a_control_plane_that_is_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", "a-token-of-this-test")
+    monkeypatch.setenv("TIDEGATE_CONTROL_URL", "http://127.0.0.1:1")
+    away = run("tenant", "list")
+    assert away.exit_code == 1
+    assert away.stderr.startswith("tidegate: cannot reach the control plane at http://127.0.0.1:1: Connection refused")
+    monkeypatch.setenv("TIDEGATE_CONTROL_URL", "ftp://x")
+    assert run("tenant", "list").exit_code == 2
+
+
+def test_something_else_on_the_port_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", "a-token-of-this-test")
+        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{other.getsockname()[1]}")
+        odd = run("tenant", "list")
+        thread.join(10)
+    assert odd.exit_code == 1
+    assert "does not answer like a Tidegate control plane" in odd.stderr
