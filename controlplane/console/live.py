@@ -36,6 +36,8 @@ COMPUTE_TIMEOUT_S = 5.0
 MOST_WATCHERS = 256
 IDLE_READ_S = 30.0
 """One wait for a Redis message; silence is no error."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 10.0
+"""Between two tries to reach Redis."""
 
 Load = Callable[[int], Awaitable[Overview]]
 
@@ -133,6 +135,7 @@ class Broadcaster:
         self._computing = asyncio.Lock()
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
+        self._redis_away_since: float | None = None
         self.computations = 0
 
     @property
@@ -143,6 +146,13 @@ class Broadcaster:
     def wake(self) -> None:
         """Something changed: compute soon instead of at the next tick."""
         self._news.set()
+
+    def redis_answers(self, answers: bool) -> None:
+        """What the follower of Redis knows; pages say so."""
+        if answers:
+            self._redis_away_since = None
+        elif self._redis_away_since is None:
+            self._redis_away_since = self._wall()
 
     async def snapshot(self, window_s: int) -> Snapshot:
         """The newest snapshot of a window, computed now unless one is at most two seconds old."""
@@ -197,7 +207,12 @@ class Broadcaster:
         try:
             async with asyncio.timeout(self._compute_timeout_s):
                 overview = await self._load(window_s)
-            rendered = regions.overview_regions(self._templates, overview, self._stale_after_s)
+            rendered = regions.overview_regions(
+                self._templates,
+                overview,
+                stale_after_s=self._stale_after_s,
+                redis_away_since=self._redis_away_since,
+            )
             newest: Overview | None = overview
             topic.failing_since = None
         except Exception as error:
@@ -239,21 +254,23 @@ def _series_bytes(series: Series | None, previous: Series | None) -> bytes:
     return encode_event("series", msgspec.json.encode(event).decode()) if event is not None else b""
 
 
-async def follow_load(redis: Redis, wake: Callable[[], None], *, rng: random.Random) -> None:
-    """Call `wake` for every replica load published on Redis, until cancelled; reconnects with jittered backoff."""
-    delay_s = 0.5
+async def follow_load(redis: Redis, broadcaster: Broadcaster, *, rng: random.Random) -> None:
+    """Wake `broadcaster` for every load published on Redis, until cancelled; reconnects with jittered backoff."""
+    delay_s = FIRST_DELAY_S
     while True:
         try:
             async with redis.pubsub(ignore_subscribe_messages=True) as pubsub:
                 await pubsub.subscribe(LOAD_CHANNEL)
-                delay_s = 0.5
+                broadcaster.redis_answers(True)
+                delay_s = FIRST_DELAY_S
                 while True:
                     if await pubsub.get_message(timeout=IDLE_READ_S) is not None:
-                        wake()
-        except (RedisError, OSError) as error:
+                        broadcaster.wake()
+        except (RedisError, OSError, TimeoutError) as error:
+            broadcaster.redis_answers(False)
             log.warning("load is not followed, Redis does not answer: %s", type(error).__name__)
         await asyncio.sleep(delay_s * rng.uniform(0.5, 1.5))
-        delay_s = min(delay_s * 2, 10.0)
+        delay_s = min(delay_s * 2, LONGEST_DELAY_S)
 
 
 @asynccontextmanager
@@ -261,7 +278,7 @@ async def running(broadcaster: Broadcaster, redis: Redis) -> AsyncIterator[None]
     """The broadcaster at work: its two tasks end, and its streams with them, at exit."""
     tasks = [
         asyncio.create_task(broadcaster.run(), name="console-broadcaster"),
-        asyncio.create_task(follow_load(redis, broadcaster.wake, rng=random.Random()), name="console-load"),  # noqa: S311
+        asyncio.create_task(follow_load(redis, broadcaster, rng=random.Random()), name="console-load"),  # noqa: S311
     ]
     try:
         yield

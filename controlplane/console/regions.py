@@ -25,11 +25,13 @@ AWAY = {
 }
 
 
-def overview_regions(templates: Templates, overview: Overview, stale_after_s: float) -> dict[str, Markup]:
-    """Every region from a computed Overview."""
+def overview_regions(
+    templates: Templates, overview: Overview, *, stale_after_s: float, redis_away_since: float | None = None
+) -> dict[str, Markup]:
+    """Every region from a computed Overview. Without Redis the figures hold, only the load is older."""
     page = views.overview_page(overview)
     return {
-        "status": _status(templates, overview, stale_after_s),
+        "status": _status(templates, overview, stale_after_s, redis_away_since),
         "stats": templates.render("overview/_stats.html", page=page),
         "ttft": templates.render("overview/_quantiles.html", rows=page.ttft),
         "tpot": templates.render("overview/_quantiles.html", rows=page.tpot),
@@ -40,7 +42,7 @@ def overview_regions(templates: Templates, overview: Overview, stale_after_s: fl
     }
 
 
-def _status(templates: Templates, overview: Overview, stale_after_s: float) -> Markup:
+def _status(templates: Templates, overview: Overview, stale_after_s: float, redis_away_since: float | None) -> Markup:
     context = {"message": "", "since": None, "as_of": overview.as_of, "report_age": ""}
     if overview.last_report_at is None:
         return templates.render("overview/_status.html", state="waiting", **context)
@@ -48,6 +50,9 @@ def _status(templates: Templates, overview: Overview, stale_after_s: float) -> M
     if silence > stale_after_s:
         context |= {"message": "No report comes in", "since": overview.last_report_at}
         return templates.render("overview/_status.html", state="stale", **context)
+    if redis_away_since is not None:
+        context |= {"message": AWAY["redis"] + "; load is the newest window's mean", "since": redis_away_since}
+        return templates.render("overview/_status.html", state="degraded", **context)
     context["report_age"] = presenters.age(silence)
     return templates.render("overview/_status.html", state="live", **context)
 

@@ -14,7 +14,7 @@ from controlplane.console.sparkline import Sparkline, sparkline
 from controlplane.evidence import Evidence, EvidenceKind
 from controlplane.fleet.schemas import ReplicaView
 from controlplane.telemetry.schemas import Figures, Overview, Quantiles, ScopedFigures, Series
-from dataplane.protocol import ReplicaState
+from dataplane.protocol import WINDOW_SECONDS, ReplicaState
 
 WINDOWS = (60, 300, 900, 3600)
 DEFAULT_WINDOW = 300
@@ -101,6 +101,7 @@ class OverviewPage:
     tpot: tuple[QuantileRow, ...]
     e2e: tuple[QuantileRow, ...]
     bucket_error: str
+    covered: str
     replicas: tuple[ScopeRow, ...]
     tenants: tuple[ScopeRow, ...]
 
@@ -124,9 +125,16 @@ def overview_page(overview: Overview) -> OverviewPage:
         ),
         e2e=(_gateway("Gateway", total.e2e, "From acceptance to the last byte."),),
         bucket_error=presenters.bucket_error(total.ttft, total.tpot, total.e2e, total.engine_ttft, total.engine_tpot),
+        covered=_covered(total, overview.window_s),
         replicas=tuple(_scope(row) for row in overview.by_replica),
         tenants=tuple(_scope(row) for row in overview.by_tenant),
     )
+
+
+def _covered(total: Figures, window_s: int) -> str:
+    """How much of the window reports cover, when that is visibly less than all of it."""
+    covered_s = total.request_rate.window_s if total.request_rate else None
+    return presenters.age(covered_s) if covered_s is not None and covered_s < window_s - WINDOW_SECONDS else ""
 
 
 def _gateway(label: str, quantiles: Quantiles, hint: str) -> QuantileRow:
@@ -224,6 +232,7 @@ class ReplicaCard:
     pool: str
     model: str
     url: str
+    runs_on: str
     tone: Tone
     reason: str
     since: float
@@ -252,6 +261,7 @@ def replica_card(view: ReplicaView, scoped: ScopedFigures | None) -> ReplicaCard
         pool=view.pool,
         model=view.model,
         url=view.url,
+        runs_on=f"{view.ready.device}, {view.ready.attention_backend or 'no'} attention" if view.ready else "",
         tone=tone(view.state),
         reason=view.state_reason,
         since=view.state_since,
@@ -296,8 +306,9 @@ def _facts(view: ReplicaView) -> tuple[tuple[str, str], ...]:
         ("Context", f"{presenters.count(ready.max_model_len)} tokens"),
         (
             "KV pool",
-            f"{presenters.count(ready.total_blocks)} × {ready.block_size} tokens, {presenters.size(ready.kv_bytes)}",
+            f"{presenters.count(ready.total_blocks)} × {ready.block_size} tokens",
         ),
+        ("KV memory", presenters.size(ready.kv_bytes)),
         ("Weights", presenters.size(ready.weight_bytes)),
         ("Loaded in", f"{presenters.number(ready.load_seconds)} s"),
     )

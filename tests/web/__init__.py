@@ -1,0 +1,1 @@
+"""The console, from numbers to a real browser."""

@@ -1,0 +1,153 @@
+"""Overviews and reports as tests need them: an Overview straight, or reports that make the real service compute one."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+from controlplane.evidence import Evidence, EvidenceKind
+from controlplane.telemetry.schemas import Figures, Overview, Quantiles, Series
+from dataplane.protocol import (
+    WINDOW_SECONDS,
+    CoreReady,
+    Counters,
+    GatewayCounters,
+    GatewayReport,
+    GatewaySeries,
+    GatewayWindow,
+    Gauges,
+    Histogram,
+    MemoryCounters,
+    ReplicaState,
+    Report,
+    ServiceCounters,
+    Window,
+    encode,
+)
+
+POOL = "small"
+MODEL = "small-model"
+NOTHING = Quantiles(n=0)
+EMPTY = Figures(ttft=NOTHING, ttft_visible=NOTHING, tpot=NOTHING, e2e=NOTHING, engine_ttft=NOTHING, engine_tpot=NOTHING)
+
+
+def evidence(value: float, unit: str = "s", **rest: object) -> Evidence:
+    return Evidence(value=value, unit=unit, kind=EvidenceKind.OBSERVED, source="test", **rest)  # type: ignore[arg-type]
+
+
+def quantiles(n: int, p50: float, p95: float, p99: float) -> Quantiles:
+    return Quantiles(n=n, p50=evidence(p50), p95=evidence(p95), p99=evidence(p99))
+
+
+def series(values: list[float | None], start: int = 1_789_999_700) -> Series:
+    """All columns alike."""
+    at = [start + WINDOW_SECONDS * i for i in range(len(values))]
+    return Series(at=at, **{name: values for name in Series.__struct_fields__ if name != "at"})
+
+
+def an_overview(figures: Figures = EMPTY, **rest: object) -> Overview:
+    """Live as of `as_of`, with nothing observed unless told otherwise."""
+    now = 1_790_000_000.0
+    values: dict[str, object] = {
+        "as_of": now,
+        "window_s": 300,
+        "last_report_at": now - 0.5,
+        "total": figures,
+        "by_replica": [],
+        "by_tenant": [],
+        "series": series([None] * 30),
+    }
+    return Overview(**{**values, **rest})  # type: ignore[arg-type]
+
+
+def histogram(*values: float) -> Histogram:
+    recorded = Histogram()
+    for value in values:
+        recorded.record(value)
+    return recorded
+
+
+class Reporter:
+    """One replica and one gateway that report to a control plane, as the real ones do."""
+
+    def __init__(self, url: str, token: str, replica: str = "replica-1", tenant: str = "acme") -> None:
+        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=10)
+        self._replica = replica
+        self._tenant = tenant
+        self._sequence = 0
+        self._epoch = time.time_ns() // 1_000_000
+        self._gateway: dict[int, GatewayCounters] = {}
+        self._engine: dict[int, Counters] = {}
+
+    def serve(self, *, ttft: float, engine_ttft: float, tpot: float, requests: int = 1, finish: str = "stop") -> None:
+        """Count `requests` that ended just now."""
+        start = int(time.time()) // WINDOW_SECONDS * WINDOW_SECONDS
+        self._gateway.setdefault(start, GatewayCounters()).merge(
+            GatewayCounters(
+                accepted=requests,
+                finished={finish: requests},
+                prompt_tokens=100 * requests,
+                cached_tokens=40 * requests,
+                output_tokens=20 * requests,
+                ttft=histogram(*[ttft] * requests),
+                ttft_visible=histogram(*[ttft] * requests),
+                tpot=histogram(*[tpot] * requests),
+                e2e=histogram(*[ttft + 19 * tpot] * requests),
+            )
+        )
+        self._engine.setdefault(start, Counters()).merge(
+            Counters(
+                service=ServiceCounters(
+                    received=requests,
+                    finished={finish: requests},
+                    ttft=histogram(*[engine_ttft] * requests),
+                    tpot=histogram(*[tpot] * requests),
+                ),
+                memory=MemoryCounters(prefix_queries=100 * requests, prefix_hits=30 * requests),
+            )
+        )
+
+    def report(self, *, running: int = 1, waiting: int = 0, used: int = 128, state: ReplicaState = ReplicaState.READY,
+               core_restarts: int = 0) -> None:  # fmt: skip
+        """Send both reports and expect both to be stored."""
+        self._sequence += 1
+        now = time.time()
+        common = {"boot_epoch": self._epoch, "sequence": self._sequence, "acknowledged": 0, "sent_at": now,
+                  "started_at": now - 60, "full": True}  # fmt: skip
+        replica = Report(
+            replica=self._replica,
+            pool=POOL,
+            model=MODEL,
+            url="http://127.0.0.1:7310",
+            core_epoch=1 + core_restarts,
+            core_restarts=core_restarts,
+            state=state,
+            ready=CoreReady(
+                boot_epoch=self._epoch, model=MODEL, max_model_len=2048, block_size=16, total_blocks=512,
+                device="cpu", attention_backend="torch", weight_bytes=138 << 20, kv_bytes=64 << 20,
+            ),
+            gauges=Gauges(running=running, waiting=waiting, blocks_total=512, blocks_used=used,
+                          blocks_free=512 - used, block_size=16, kv_slots_empty=64),
+            windows=[Window(start=start, counters=counters, gauge_samples=1,
+                            gauge_sums={"blocks_used": used, "blocks_total": 512, "running": running})
+                     for start, counters in self._engine.items()],
+            **common,  # type: ignore[arg-type]
+        )  # fmt: skip
+        gateway = GatewayReport(
+            gateway="gateway-0",
+            windows=[
+                GatewayWindow(
+                    start=start,
+                    series=[GatewaySeries(tenant=self._tenant, pool=POOL, replica=self._replica, counters=counters)],
+                )
+                for start, counters in self._gateway.items()
+            ],
+            **common,  # type: ignore[arg-type]
+        )
+        for path, message in (("/internal/v1/reports", replica), ("/internal/v1/gateway-reports", gateway)):
+            answer = self._client.post(path, content=encode(message), headers={"content-type": "application/msgpack"})
+            answer.raise_for_status()
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,353 @@
+"""Pages and fragments over HTTP, as operator, viewer and stranger, with the real services behind them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+import pytest_asyncio
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.db import transaction
+from controlplane.errors import NotFoundError
+from controlplane.settings import Settings
+from controlplane.tenants import service as tenants
+from tests.conftest import make_settings
+from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.factories.rows import PASSWORD, make_key, make_tenant
+from tests.services import Databases
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAGES = ["/", "/?window=3600", "/replicas", "/tenants", "/tenants/acme"]
+FRAGMENTS = {"/": "overview", "/replicas": "replica-list", "/tenants": "tenant-list", "/tenants/acme": "keys"}
+HTMX = {"hx-request": "true"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Deployment]:
+    """One control plane for this file; a test changes only what it made itself."""
+    url = postgres.create("pages", template=migrated_template)
+    home = tmp_path_factory.mktemp("home")
+    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
+        yield running
+    postgres.drop(url)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployed(shared: Deployment) -> Deployment:
+    """Nobody is logged in, and no earlier test's tries count."""
+    shared.client.cookies.clear()
+    await shared.app.state.resources.redis.flushdb()
+    return shared
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def operator(deployed: Deployment) -> Deployment:
+    await log_in(deployed, deployed.operator_email)
+    return deployed
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def viewer(deployed: Deployment) -> Deployment:
+    await log_in(deployed, deployed.viewer_email)
+    return deployed
+
+
+@contextmanager
+def counted_queries(engine: AsyncEngine) -> Iterator[list[str]]:
+    statements: list[str] = []
+
+    def note(conn: object, cursor: object, statement: str, *rest: object) -> None:
+        statements.append(statement)
+
+    event.listen(engine.sync_engine, "before_cursor_execute", note)
+    try:
+        yield statements
+    finally:
+        event.remove(engine.sync_engine, "before_cursor_execute", note)
+
+
+async def post(deployed: Deployment, path: str, data: dict[str, str] | None = None, htmx: bool = False):  # type: ignore[no-untyped-def]
+    page = await deployed.client.get("/tenants")
+    found = re.search(r'name="_csrf_token"\s+value="([^"]+)"', page.text)
+    assert found is not None
+    return await deployed.client.post(
+        path, data={"_csrf_token": found.group(1), **(data or {})}, headers=HTMX if htmx else {}
+    )
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_an_operator_gets_a_whole_page(operator: Deployment, path: str) -> None:
+    answer = await operator.client.get(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.text.lstrip().startswith("<!doctype html>")
+    assert 'aria-current="page"' in answer.text
+    assert answer.text.count("<h1") == 1
+
+
+@pytest.mark.parametrize("path", FRAGMENTS)
+async def test_htmx_gets_the_fragment_of_the_same_handler(operator: Deployment, path: str) -> None:
+    answer = await operator.client.get(path, headers=HTMX)
+    assert answer.status_code == 200
+    assert "<html" not in answer.text
+    assert f'id="{FRAGMENTS[path]}"' in answer.text
+    assert answer.headers["vary"] == "HX-Request"
+    restored = await operator.client.get(path, headers={**HTMX, "hx-history-restore-request": "true"})
+    assert "<!doctype html>" in restored.text
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/logout", "/tenants/nobody"])
+async def test_a_stranger_is_sent_to_the_login_page_and_back(deployed: Deployment, path: str) -> None:
+    answer = await deployed.client.get(path, headers={"accept": "text/html"})
+    if path == "/logout":
+        assert answer.status_code == 405
+        return
+    assert answer.status_code == 303
+    assert answer.headers["location"].startswith("/login")
+    fragment = await deployed.client.get(path, headers=HTMX)
+    assert fragment.status_code == 401
+    assert fragment.headers["hx-redirect"] == "/login"
+
+
+async def test_a_stranger_and_a_tenants_key_get_no_events(deployed: Deployment) -> None:
+    for headers in ({}, deployed.tenant_member, deployed.operator):
+        answer = await deployed.client.get("/events/overview", headers={"accept": "text/event-stream", **headers})
+        assert answer.status_code == 401
+
+
+async def test_login_leads_where_the_stranger_wanted_to_go(deployed: Deployment) -> None:
+    token = await csrf_of(deployed.client)
+    form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": token, "next": "/tenants/acme"}
+    answer = await deployed.client.post("/login", data=form)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/tenants/acme")
+    again = await deployed.client.get("/login?next=/replicas")
+    assert (again.status_code, again.headers["location"]) == (303, "/replicas")
+
+
+@pytest.mark.parametrize("target", ["//evil.example", "https://evil.example", "/\\evil.example"])
+async def test_login_never_leads_to_another_host(deployed: Deployment, target: str) -> None:
+    token = await csrf_of(deployed.client)
+    form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": token, "next": target}
+    answer = await deployed.client.post("/login", data=form)
+    assert answer.headers["location"] == "/"
+
+
+async def test_a_wrong_password_and_an_unknown_account_read_the_same(deployed: Deployment) -> None:
+    token = await csrf_of(deployed.client)
+    answers = []
+    for email in (deployed.operator_email, "nobody@example.com"):
+        form = {"email": email, "password": "not the password", "_csrf_token": token}
+        answer = await deployed.client.post("/login", data=form)
+        assert answer.status_code == 401
+        assert "The email or the password is wrong." in answer.text
+        assert "not the password" not in answer.text
+        answers.append(answer.text.replace(email, "EMAIL"))
+    scrubbed = [re.sub(r'value="[0-9a-f]{96,}"', "", text) for text in answers]
+    assert scrubbed[0] == scrubbed[1]
+
+
+async def test_logging_out_ends_the_session_on_the_server(operator: Deployment) -> None:
+    cookies = dict(operator.client.cookies)
+    answer = await post(operator, "/logout")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    operator.client.cookies.update(cookies)
+    assert (await operator.client.get("/")).status_code == 303
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/login", "/logout", "/tenants", "/tenants/acme/keys", "/tenants/acme/activate", "/tenants/acme/deactivate",
+     "/tenants/acme/keys/any/revoke"],
+)  # fmt: skip
+async def test_a_form_without_its_csrf_token_is_refused(operator: Deployment, path: str) -> None:
+    answer = await operator.client.post(path, data={"slug": "evil", "name": "Evil"})
+    assert answer.status_code == 403
+    assert "<h1" in answer.text
+    async with transaction(operator.app.state.resources.engine) as session:
+        assert (await tenants.get_tenant(session, "acme")).active
+        with pytest.raises(NotFoundError):
+            await tenants.get_tenant(session, "evil")
+
+
+async def test_a_viewer_sees_but_has_no_buttons_and_is_refused(viewer: Deployment) -> None:
+    listing, detail = await viewer.client.get("/tenants"), await viewer.client.get("/tenants/acme")
+    assert "acme" in listing.text
+    for absent in ("New tenant", "New key", "Revoke", "Deactivate", "dialog"):
+        assert absent not in listing.text.replace("js/dialog.js", "")
+        assert absent not in detail.text.replace("js/dialog.js", "")
+    for path, data in (
+        ("/tenants", {"slug": "evil", "name": "Evil"}),
+        ("/tenants/acme/keys", {"name": "evil"}),
+        ("/tenants/acme/deactivate", {}),
+    ):
+        assert (await post(viewer, path, data)).status_code == 403
+    assert (await post(viewer, "/logout")).status_code == 303
+
+
+async def test_creating_a_tenant_and_a_key_whose_text_is_shown_once(operator: Deployment) -> None:
+    created = await post(operator, "/tenants", {"slug": "blue", "name": "Blue Ltd", "allowed_models": "a, b"})
+    assert (created.status_code, created.headers["location"]) == (303, "/tenants/blue")
+    page = await operator.client.get("/tenants/blue")
+    assert "Blue Ltd" in page.text
+    assert "a, b" in page.text
+
+    answer = await post(operator, "/tenants/blue/keys", {"name": "billing", "allowed_models": ""}, htmx=True)
+    assert answer.status_code == 200
+    plain = re.search(r"tg_[0-9A-Za-z]{11}_[0-9A-Za-z]{49}", answer.text)
+    assert plain is not None
+    assert f'-H "Authorization: Bearer {plain.group()}"' in answer.text.replace("&#34;", '"')
+    assert operator.settings.public_gateway_url in answer.text
+    assert 'id="keys"' in answer.text
+    assert 'hx-swap-oob="true"' in answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    later = await operator.client.get("/tenants/blue")
+    assert "billing" in later.text
+    assert plain.group() not in later.text
+
+
+async def test_a_form_sent_twice_creates_once(operator: Deployment) -> None:
+    twice = {"name": "billing", "allowed_models": "", "idempotency_key": "one-click"}
+    assert (await post(operator, "/tenants/acme/keys", twice)).status_code == 200
+    second = await post(operator, "/tenants/acme/keys", twice)
+    assert second.status_code == 422
+    assert "already made the key" in second.text
+    same = {"slug": "green", "name": "Green", "idempotency_key": "one-click"}
+    assert (await post(operator, "/tenants", same)).status_code == 303
+    assert (await post(operator, "/tenants", same)).headers["location"] == "/tenants/green"
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"slug": "No Spaces", "name": "X"}, "Slug must be 1 to 40 lower-case letters"),
+        ({"slug": "acme", "name": "X"}, "A tenant with the slug acme exists already."),
+        ({"slug": "fine", "name": " "}, "Name must have 1 to 200 printable characters."),
+    ],
+)
+@pytest.mark.parametrize("htmx", [True, False])
+async def test_a_refused_form_comes_back_with_the_reason_at_its_field(
+    operator: Deployment, form: dict[str, str], message: str, htmx: bool
+) -> None:
+    answer = await post(operator, "/tenants", form, htmx=htmx)
+    assert answer.status_code == 422
+    assert message in answer.text
+    assert 'aria-invalid="true"' in answer.text
+    assert f'value="{form["slug"]}"' in answer.text
+    assert ("<!doctype html>" in answer.text) is not htmx
+
+
+async def test_revoking_a_key_needs_the_tenant_it_belongs_to(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        await make_tenant(session, "other")
+        key = (await make_key(session, "acme")).view
+    wrong = await post(operator, f"/tenants/other/keys/{key.key_id}/revoke", htmx=True)
+    assert wrong.status_code == 404
+    right = await post(operator, f"/tenants/acme/keys/{key.key_id}/revoke", htmx=True)
+    assert right.status_code == 200
+    row = re.search(rf'<tr id="key-{key.key_id}">.*?</tr>', right.text, re.DOTALL)
+    assert row is not None
+    assert "Revoked" in row.group()
+    assert "<button" not in row.group()
+    assert 'class="toast"' in right.text
+
+
+async def test_deactivating_and_activating_a_tenant(operator: Deployment) -> None:
+    for path, word in (("deactivate", "Inactive"), ("activate", "Active")):
+        answer = await post(operator, f"/tenants/acme/{path}")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/tenants/acme")
+        assert f"</svg>\n{word}</span>" in (await operator.client.get("/tenants/acme")).text
+
+
+async def test_tenants_are_paged_by_key_and_cost_at_most_three_queries(operator: Deployment) -> None:
+    engine = operator.app.state.resources.engine
+    async with transaction(engine) as session:
+        for _ in range(100):
+            await make_tenant(session)
+    with counted_queries(engine) as statements:
+        first = await operator.client.get("/tenants")
+    assert len(statements) <= 3, statements
+    assert first.text.count('<th scope="row">') == 50
+    following = re.search(r'href="(/tenants\?after=[^"]+)"', first.text)
+    assert following is not None
+    with counted_queries(engine) as statements:
+        second = await operator.client.get(following.group(1), headers=HTMX)
+    assert len(statements) <= 3, statements
+    assert second.text.count('<th scope="row">') == 50
+    slugs = re.findall(r'href="/tenants/([a-z0-9-]+)"', first.text + second.text)
+    assert len(slugs) == len(set(slugs)) == 100
+
+
+async def test_live_pages_cost_few_queries(operator: Deployment) -> None:
+    engine = operator.app.state.resources.engine
+    for path in ("/?window=900", "/replicas"):
+        with counted_queries(engine) as statements:
+            await operator.client.get(path)
+        assert len(statements) <= 5, statements
+    with counted_queries(engine) as statements:
+        await operator.client.get("/?window=900")  # the snapshot of a moment ago is shared
+    assert len(statements) <= 1, statements
+
+
+async def test_errors_are_pages_for_people_and_json_for_programs(operator: Deployment) -> None:
+    missing = await operator.client.get("/tenants/nobody")
+    assert missing.status_code == 404
+    assert "There is no tenant nobody." in missing.text
+    assert "Back to the Overview" in missing.text
+    assert (await operator.client.get("/nowhere")).status_code == 404
+    bad = await operator.client.get("/events/overview?window=7")
+    assert bad.status_code == 400
+    assert bad.json()["error"]["param"] == "window"
+    assert (await operator.client.get("/tenants?after=nonsense")).status_code == 400
+
+
+async def test_every_answer_forbids_foreign_and_inline_code(operator: Deployment) -> None:
+    for path in [*PAGES, "/login", "/nowhere", "/tenants/nobody"]:
+        answer = await operator.client.get(path)
+        policy = answer.headers["content-security-policy"]
+        for directive in (
+            "script-src 'self'",
+            "style-src 'self'",
+            "connect-src 'self'",
+            "img-src 'self' data:",
+            "frame-ancestors 'none'",
+            "object-src 'none'",
+            "base-uri 'none'",
+            "form-action 'self'",
+        ):
+            assert directive in policy
+        assert "unsafe" not in policy
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]* src=)", answer.text), path
+
+
+async def test_static_files_are_open_cached_and_confined(deployed: Deployment) -> None:
+    page = await deployed.client.get("/login")
+    for address in re.findall(r'(?:href|src)="(/static/[^"]+)"', page.text):
+        answer = await deployed.client.get(address)
+        assert answer.status_code == 200, address
+        assert "immutable" in answer.headers["cache-control"]
+    for path in ("/static/../templates/errors.html", "/static/%2e%2e/templates/errors.html", "/static/none.js"):
+        assert (await deployed.client.get(path)).status_code == 404
+
+
+async def test_postgres_away_is_a_page_not_a_traceback(offline_settings: Settings) -> None:
+    import httpx
+
+    from controlplane.app import Role, create_app
+
+    app = create_app(Role.CONTROL, offline_settings)
+    app.state.passwords.close()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://console.example") as client:
+        client.cookies.set("tidegate_session", "x" * 43)
+        answer = await client.get("/", headers={"accept": "text/html"})
+    assert answer.status_code == 503
+    assert "Traceback" not in answer.text
+    await app.state.resources.engine.dispose()
+    await app.state.resources.redis.aclose()
