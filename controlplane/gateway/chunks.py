@@ -6,7 +6,7 @@ Nothing here is ever encoded back into a response.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ class Delta(msgspec.Struct, gc=False):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: Any = None
 
 
 class LogProbs(msgspec.Struct, gc=False):
@@ -55,7 +55,7 @@ class Chunk(msgspec.Struct, gc=False):
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 class ErrorDetail(msgspec.Struct, gc=False):

@@ -186,7 +186,8 @@ class Relay:
                     raise UpstreamFailure(Cause.PROTOCOL)
                 parts.append(data)
         except CLIENT_ERRORS as error:
-            raise failure_of(error) from error
+            failure = failure_of(error)  # the replica has done the work: not one to send again
+            raise UpstreamFailure(Cause.TRUNCATED) if failure.cause is Cause.RESET else failure from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _answer(

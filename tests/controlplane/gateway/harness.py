@@ -1,0 +1,198 @@
+"""A gateway for tests: the real endpoint in the real server, with policy held in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from granian.server.embed import Server
+from litestar import Litestar
+from prometheus_client import CollectorRegistry
+
+from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
+from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.component import mount
+from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.request_log import RequestLog
+from controlplane.gateway.telemetry import Recorder
+from controlplane.settings import Settings
+from controlplane.tenants.keys import mint
+from controlplane.tenants.schemas import KeyGrant
+from dataplane.protocol import GatewayCounters, ReplicaState
+from tests.controlplane.gateway.replicas import FakeReplica
+from tests.services import free_port
+
+
+@dataclass
+class Policy:
+    """Keys and fleet as Postgres would hold them. `away` makes every read fail."""
+
+    grants: dict[str, KeyGrant] = field(default_factory=dict)
+    view: FleetView = field(default_factory=lambda: FleetView(epoch=1, pools=[], replicas=[]))
+    away: bool = False
+    reads: int = 0
+
+    def key(self, **fields: object) -> str:
+        """A new key's text."""
+        minted = mint()
+        values: dict[str, object] = {
+            "key_id": minted.key_id,
+            "secret_hash": minted.secret_hash,
+            "tenant_id": "tenant-id-acme",
+            "tenant": "acme",
+            "cache_salt": "salt-acme",
+            "allowed_models": None,
+            "revoked": False,
+            "tenant_active": True,
+        }
+        grant = KeyGrant(**{**values, **fields})
+        self.grants[grant.key_id] = grant
+        return minted.plain.reveal()
+
+    async def load_grant(self, key_id: str) -> KeyGrant | None:
+        self.reads += 1
+        await asyncio.sleep(0)
+        if self.away:
+            raise ConnectionRefusedError
+        return self.grants.get(key_id)
+
+    async def load_fleet(self) -> FleetView:
+        if self.away:
+            raise ConnectionRefusedError
+        return self.view
+
+    def change(self, key: str, **fields: object) -> KeyGrant:
+        """Change the grant of a key's text."""
+        key_id = key.split("_")[1]
+        self.grants[key_id] = msgspec.structs.replace(self.grants[key_id], **fields)
+        return self.grants[key_id]
+
+
+def route(replica: FakeReplica | str, name: str, state: ReplicaState = ReplicaState.READY) -> ReplicaRoute:
+    url = replica if isinstance(replica, str) else replica.url
+    return ReplicaRoute(replica=name, pool="pool-m", url=url, state=state, boot_epoch=1)
+
+
+def fleet(*routes: ReplicaRoute, models: tuple[str, ...] = ("m",)) -> FleetView:
+    pools = [PoolRoute(name=f"pool-{model}", model=model, backend="native", created_at=1000.5) for model in models]
+    return FleetView(epoch=1, pools=pools, replicas=list(routes))
+
+
+@dataclass
+class Running:
+    """A gateway that serves, and a client for it."""
+
+    gateway: Gateway
+    recorder: Recorder
+    policy: Policy
+    registry: CollectorRegistry
+    key: str
+    url: str
+    log_path: Path
+    client: aiohttp.ClientSession
+
+    def post(self, body: object, *, path: str = "/v1/chat/completions", key: str | None = None, **kwargs: object):
+        """A request with the default key; `body` is JSON unless it is bytes."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = raw if len(raw) < 500_000 else io.BytesIO(raw)
+        headers = {"authorization": f"Bearer {key or self.key}", **kwargs.pop("headers", {})}  # type: ignore[arg-type]
+        return self.client.post(self.url + path, data=data, headers=headers, **kwargs)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"tidegate_gateway_{name}", labels) or 0.0
+
+    def counters(self) -> dict[tuple[str, str, str], GatewayCounters]:
+        """Everything counted so far by tenant, pool and replica."""
+        total: dict[tuple[str, str, str], GatewayCounters] = {}
+        windows, _ = self.recorder.pending()
+        self.recorder.refused()
+        for window in windows:
+            for series in window.series:
+                key = (series.tenant, series.pool, series.replica)
+                total.setdefault(key, GatewayCounters()).merge(series.counters)
+        return total
+
+    def total(self) -> GatewayCounters:
+        total = GatewayCounters()
+        for (tenant, _, _), counters in self.counters().items():
+            if tenant != "(no usable key)":
+                total.merge(counters)
+        return total
+
+    async def lines(self) -> list[dict[str, object]]:
+        """The request log."""
+        await self.gateway.request_log.flush()
+        return [json.loads(line) for line in self.log_path.read_text().splitlines()] if self.log_path.exists() else []
+
+    async def settled(self, requests: int) -> None:
+        """Wait until so many requests have ended."""
+        async with asyncio.timeout(10):
+            while len(await self.lines()) < requests:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_gateway(
+    settings: Settings, *routes: ReplicaRoute, models: tuple[str, ...] = ("m",), listening: bool = True
+) -> AsyncIterator[Running]:
+    """A gateway process's request side, in this loop, on a free port."""
+    policy = Policy(view=fleet(*routes, models=models))
+    registry = CollectorRegistry()
+    keys = KeyDirectory(policy.load_grant)
+    directory = FleetDirectory(policy.load_fleet)
+    await directory.refresh()
+    if listening:
+        keys.on_listening()
+        directory.on_listening()
+    metrics = GatewayMetrics(registry)
+    log_path = settings.home / "gateway" / secrets.token_hex(4) / "requests.jsonl"
+    recorder = Recorder()
+    gateway = Gateway(
+        settings,
+        keys=keys,
+        fleet=directory,
+        board=LoadBoard(settings.stale_after_s),
+        recorder=recorder,
+        request_log=RequestLog(log_path, on_dropped=metrics.log_lines_dropped.inc),
+        metrics=metrics,
+    )
+    gateway.open()
+    app = Litestar(route_handlers=[mount(gateway)], openapi_config=None)
+    port = free_port()
+    server = Server(app, address="127.0.0.1", port=port, interface="asgi", log_enabled=False, websockets=False)
+    serving = asyncio.create_task(server.serve())
+    client = aiohttp.ClientSession()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        await _reachable(port)
+        yield Running(gateway, recorder, policy, registry, policy.key(), url, log_path, client)
+    finally:
+        await client.close()
+        server.stop()
+        async with asyncio.timeout(10):
+            await serving
+        await keys.close()
+        await gateway.close()
+
+
+async def _reachable(port: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.01)
+            else:
+                writer.close()
+                return
