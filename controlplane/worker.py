@@ -114,6 +114,16 @@ class Worker(Celery):  # type: ignore[misc]  # Celery has no types
         self.main_pid = os.getpid()
         self._runtime: tuple[int, Runtime] | None = None
 
+    def add(self, job: Job) -> None:
+        """Register `job` as a task, and with beat when it has a period."""
+        self.register_task(type(job.name, (JobTask,), {"name": job.name, "job": job, "__module__": __name__})())
+        if job.every_s is not None:
+            self.conf.beat_schedule[job.name] = {
+                "task": job.name,
+                "schedule": timedelta(seconds=job.every_s),
+                "options": {"expires": 2 * job.every_s, "queue": QUEUE},
+            }
+
     @property
     def runtime(self) -> Runtime:
         """This process's runtime."""
@@ -211,24 +221,16 @@ def create_worker(settings: Settings) -> Worker:
         },
         timezone="UTC",
         enable_utc=True,
+        beat_schedule={},
         redbeat_redis_url=settings.redis_url.reveal(),
         redbeat_redis_options={"socket_connect_timeout": 2.0, "socket_timeout": 5.0},
         redbeat_key_prefix="tidegate:beat:",
         redbeat_lock_timeout=BEAT_LOCK_S,
         beat_max_loop_interval=BEAT_INTERVAL_S,
     )
-    jobs = [job for domain in DOMAINS for job in importlib.import_module(f"controlplane.{domain}.tasks").JOBS]
-    for job in jobs:
-        app.register_task(type(job.name, (JobTask,), {"name": job.name, "job": job, "__module__": __name__})())
-    app.conf.beat_schedule = {
-        job.name: {
-            "task": job.name,
-            "schedule": timedelta(seconds=job.every_s),
-            "options": {"expires": 2 * job.every_s, "queue": QUEUE},
-        }
-        for job in jobs
-        if job.every_s is not None
-    }
+    for domain in DOMAINS:
+        for job in importlib.import_module(f"controlplane.{domain}.tasks").JOBS:
+            app.add(job)
     return app
 
 
