@@ -27,8 +27,9 @@ from controlplane.gateway.telemetry import Recorder
 from controlplane.gateway.upstream import Upstream
 from controlplane.settings import Settings
 
-DRAIN_S = 8.0
-"""How long running requests may go on after a shutdown was asked for; then they are cut with an error event."""
+DRAIN_S = 3.0
+"""How long running requests may go on after a shutdown was asked for; then they are cut with an error event. It must end
+before the server kills its worker (`serve.KILL_TIMEOUT_S`)."""
 
 logger = logging.getLogger("tidegate.gateway")
 

@@ -21,7 +21,7 @@ from dataplane.protocol import GatewayReport, ReportAck, encode
 
 PATH = "/internal/v1/gateway-reports"
 ANSWER_S = 5.0
-LAST_ANSWER_S = 2.0
+LAST_ANSWER_S = 1.0
 MAX_BACKOFF_S = 10.0
 MAX_ACK_BYTES = 1 << 20
 
