@@ -1,0 +1,171 @@
+"""Everybody can use the console: no WCAG A/AA violation, all by keyboard, on a phone, in both themes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.web.browser.conftest import PHONE, OpenPage, Reporters, Site
+from tests.web.samples import Reporter
+
+pytestmark = pytest.mark.browser
+
+RULES = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}}
+PAGES = ["/", "/replicas", "/tenants", "/tenants/acme", "/nowhere"]
+
+
+@pytest.fixture
+def reporter(reporters: Reporters) -> Reporter:
+    """Pages with something to show."""
+    reporter = reporters("axe-1")
+    reporter.serve(ttft=0.2, engine_ttft=0.1, tpot=0.03, requests=4)
+    reporter.report(running=2)
+    return reporter
+
+
+def violations(page: Page) -> list[str]:
+    found = Axe().run(page, options=RULES).response["violations"]
+    return [
+        f"{each['id']}: {node['html'][:160]} {node['failureSummary'][:300]}" for each in found for node in each["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_page_violates_wcag_aa(as_operator: OpenPage, open_page: OpenPage, reporter: Reporter, theme: str) -> None:
+    page = as_operator(theme=theme)
+    for path in PAGES:
+        page.goto(path)
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        if path == "/":
+            expect(page.locator("figure.trend canvas").first).to_be_visible()
+            page.locator("figure.trend summary").first.click()
+        assert page.evaluate("document.documentElement.classList.contains('dark')") == (theme == "dark")
+        assert violations(page) == [], path
+    stranger = open_page(theme=theme)
+    stranger.goto("/login")
+    assert violations(stranger) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_dialog_or_form_state_violates_wcag_aa(as_operator: OpenPage, theme: str) -> None:
+    page = as_operator(theme=theme)
+    page.goto("/tenants")
+    page.get_by_text("New tenant").click()
+    page.get_by_label("Slug").fill("NOT")
+    page.get_by_label("Name").fill("x")
+    page.get_by_role("button", name="Create tenant").click()
+    expect(page.locator(".field-error")).to_be_visible()
+    assert violations(page) == []
+    page.goto("/tenants/acme")
+    page.get_by_label("Name").fill(f"axe {theme}")
+    page.get_by_role("button", name="Create key").click()
+    expect(page.locator("#created-key")).to_be_visible()
+    assert violations(page) == []
+    page.get_by_role("button", name=f"Revoke axe {theme}").click()
+    expect(page.get_by_role("button", name="Revoke key")).to_be_visible()
+    page.wait_for_timeout(400)  # the dialog fades in; contrast is judged when it has
+    assert violations(page) == []
+    page.get_by_role("button", name="Revoke key").click()
+    expect(page.locator(".toast")).to_be_visible()
+
+
+def test_stale_figures_keep_their_contrast(as_operator: OpenPage, reporter: Reporter, site: Site) -> None:
+    page = as_operator()
+    page.goto("/")
+    expect(page.locator("figure.trend canvas").first).to_be_visible()
+    site.postgres.cut()
+    try:
+        expect(page.locator("#freshness")).to_contain_text("does not answer", timeout=30_000)
+        assert violations(page) == []
+    finally:
+        site.postgres.mend()
+    expect(page.locator("#freshness")).not_to_contain_text("does not answer", timeout=30_000)
+
+
+def test_the_keyboard_alone_reaches_everything(as_operator: OpenPage, reporter: Reporter) -> None:
+    page = as_operator()
+    page.goto("/")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    reached = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        focus = page.evaluate(
+            """() => {
+              const node = document.activeElement;
+              const style = getComputedStyle(node);
+              const visible = style.outlineStyle !== 'none' || style.boxShadow !== 'none';
+              return [node.id || node.textContent.trim().slice(0, 30), visible];
+            }"""
+        )
+        reached.append(focus)
+        if focus[0].startswith("overview-tenant-"):
+            break
+    names = [name for name, _ in reached]
+    assert [name for name, visible in reached if not visible and name] == []
+    assert "window-60" in names
+    assert any(name.startswith("Points as a table") for name in names)
+    assert any(name.startswith("overview-replica-") for name in names)
+    assert any(name.startswith("overview-tenant-") for name in names)
+    page.locator("#window-60").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#window-60")).to_have_attribute("aria-current", "true")
+    expect(page.locator("#window-60")).to_be_focused()
+
+
+def test_a_tenant_and_key_are_made_by_keyboard_alone(as_operator: OpenPage) -> None:
+    page = as_operator()
+    page.goto("/tenants")
+    page.locator("#create-tenant-summary").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.type("keys-only")
+    page.keyboard.press("Tab")
+    page.keyboard.type("Keys Only")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile("/tenants/keys-only$"))
+    page.get_by_label("Name").focus()
+    page.keyboard.type("first")
+    page.keyboard.press("Enter")
+    expect(page.locator("#created-key")).to_be_focused()
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(as_operator: OpenPage, reporter: Reporter) -> None:
+    page = as_operator(viewport=PHONE)
+    for path in [*PAGES, "/login"]:
+        page.goto(path)
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    page.goto("/")
+    menu = page.get_by_role("button", name="Menu")
+    expect(page.get_by_role("navigation", name="Main")).to_be_hidden()
+    menu.click()
+    expect(menu).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("navigation", name="Main")).to_be_hidden()
+    expect(menu).to_be_focused()
+    menu.click()
+    page.get_by_role("link", name="Tenants and keys").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Tenants and keys")
+    assert violations(page) == []
+
+
+def test_the_theme_is_chosen_remembered_and_follows_the_system(as_operator: OpenPage) -> None:
+    page = as_operator(theme="light")
+    page.goto("/tenants")
+    is_dark = "document.documentElement.classList.contains('dark')"
+    assert page.evaluate(is_dark) is False
+    page.get_by_role("button", name="Dark").click()
+    assert page.evaluate(is_dark) is True
+    expect(page.get_by_role("button", name="Dark")).to_have_attribute("aria-pressed", "true")
+    page.goto("/replicas")
+    assert page.evaluate(is_dark) is True
+    page.get_by_role("button", name="As the system").click()
+    assert page.evaluate(is_dark) is False
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(is_dark)
