@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from controlplane.evidence import Evidence, EvidenceKind
 from controlplane.telemetry.histogram import quantiles
 from controlplane.telemetry.schemas import Figures, Quantiles, Series
+from controlplane.telemetry.scopes import Scope, decode_engine, decode_gateway
 from controlplane.telemetry.windows import ENGINE, WindowKey
-from dataplane.protocol import WINDOW_SECONDS, GatewayCounters, Histogram, Tally
+from dataplane.protocol import WINDOW_SECONDS, Histogram
 
 GATEWAYS = "gateways"
 ENGINES = "engines"
@@ -42,46 +41,6 @@ class Load(NamedTuple):
     blocks_total: float
     slots: float
     empty: float
-
-
-# The parts of an engine window that pages show; decoding skips the rest (tenants, experts, collectives).
-class _ServicePart(Tally, kw_only=True):
-    ttft: Histogram | None = None
-    tpot: Histogram | None = None
-
-
-class _MemoryPart(Tally, kw_only=True):
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
-class EnginePart(Tally, kw_only=True):
-    """What is summed of engine windows."""
-
-    service: _ServicePart = msgspec.field(default_factory=_ServicePart)
-    memory: _MemoryPart = msgspec.field(default_factory=_MemoryPart)
-
-
-class _EngineWindow(msgspec.Struct, frozen=True, kw_only=True):
-    counters: EnginePart = msgspec.field(default_factory=EnginePart)
-    gauge_sums: dict[str, float] = {}
-    gauge_samples: int = 0
-
-
-_decode_engine = msgspec.msgpack.Decoder(_EngineWindow).decode
-_decode_gateway = msgspec.msgpack.Decoder(GatewayCounters).decode
-
-
-@dataclass(slots=True)
-class Scope:
-    """Everything counted of one replica, one tenant, one span or all."""
-
-    gateway: GatewayCounters = field(default_factory=GatewayCounters)
-    engine: EnginePart = field(default_factory=EnginePart)
-
-    def add(self, other: Scope) -> None:
-        self.gateway.merge(other.gateway)
-        self.engine.merge(other.engine)
 
 
 @dataclass(slots=True)
@@ -125,10 +84,10 @@ class Tables:
                     self._add_gateway(span, row)
 
     def _add_engine(self, span: _Span, row: StoredWindow) -> None:
-        window = _decode_engine(row.data)
+        window = decode_engine(row.data)
         replica = row.key.replica
-        span.scope.engine.merge(window.counters)
-        self.replicas.setdefault(replica, Scope()).engine.merge(window.counters)
+        span.scope.add_engine(window.counters)
+        _scope(self.replicas, replica).add_engine(window.counters)
         if window.gauge_samples:
             means = {name: value / window.gauge_samples for name, value in window.gauge_sums.items()}
             span.blocks_used += means.get("blocks_used", 0.0)
@@ -137,11 +96,11 @@ class Tables:
                 self.latest[replica] = (row.key.start, means)
 
     def _add_gateway(self, span: _Span, row: StoredWindow) -> None:
-        counters = _decode_gateway(row.data)
-        span.scope.gateway.merge(counters)
-        self.tenants.setdefault(row.key.tenant, Scope()).gateway.merge(counters)
+        counters = decode_gateway(row.data)
+        span.scope.add_gateway(counters)
+        _scope(self.tenants, row.key.tenant).add_gateway(counters)
         if row.key.replica:
-            self.replicas.setdefault(row.key.replica, Scope()).gateway.merge(counters)
+            _scope(self.replicas, row.key.replica).add_gateway(counters)
 
     def total(self) -> Scope:
         """Everything that was added."""
@@ -174,6 +133,13 @@ class Tables:
         )
 
 
+def _scope(scopes: dict[str, Scope], key: str) -> Scope:
+    found = scopes.get(key)
+    if found is None:
+        found = scopes[key] = Scope()
+    return found
+
+
 class _Point(NamedTuple):
     request_rate: float | None
     ttft_p50: float | None
@@ -189,7 +155,7 @@ class _Point(NamedTuple):
 
 
 def _point(span: _Span, covered_s: float) -> _Point:
-    gateway = span.scope.gateway
+    gateway = span.scope
     present = span.gateway_until is not None
     ttft = quantiles(gateway.ttft, source=GATEWAYS)
     tpot = quantiles(gateway.tpot, source=GATEWAYS)
@@ -214,34 +180,32 @@ def _value(evidence: Evidence | None) -> float | None:
 
 def figures(scope: Scope, *, covered_s: float | None, window_s: float, loads: Sequence[Load]) -> Figures:
     """One scope's figures. `covered_s` is the span of its rates, `loads` those of its replicas that speak."""
-    gateway, engine = scope.gateway, scope.engine
-    finished = sum(gateway.finished.values())
-    memory = engine.memory
+    finished = sum(scope.finished.values())
 
-    def of(histogram: Histogram | None, source: str) -> Quantiles:
+    def of(histogram: Histogram, source: str) -> Quantiles:
         return quantiles(histogram, source=source, window_s=covered_s if source == GATEWAYS else window_s)
 
     return Figures(
-        request_rate=_rate(gateway.accepted, "requests/s", gateway.accepted, covered_s),
-        prompt_rate=_rate(gateway.prompt_tokens, "tokens/s", finished, covered_s),
-        output_rate=_rate(gateway.output_tokens, "tokens/s", finished, covered_s),
-        prefix_hit=_ratio(gateway.cached_tokens, gateway.prompt_tokens, GATEWAYS, finished, covered_s),
-        ttft=of(gateway.ttft, GATEWAYS),
-        ttft_visible=of(gateway.ttft_visible, GATEWAYS),
-        tpot=of(gateway.tpot, GATEWAYS),
-        e2e=of(gateway.e2e, GATEWAYS),
-        engine_ttft=of(engine.service.ttft, ENGINES),
-        engine_tpot=of(engine.service.tpot, ENGINES),
-        engine_prefix_hit=_ratio(memory.prefix_hits, memory.prefix_queries, ENGINES, memory.prefix_queries, window_s),
+        request_rate=_rate(scope.accepted, "requests/s", scope.accepted, covered_s),
+        prompt_rate=_rate(scope.prompt_tokens, "tokens/s", finished, covered_s),
+        output_rate=_rate(scope.output_tokens, "tokens/s", finished, covered_s),
+        prefix_hit=_ratio(scope.cached_tokens, scope.prompt_tokens, GATEWAYS, finished, covered_s),
+        ttft=of(scope.ttft, GATEWAYS),
+        ttft_visible=of(scope.ttft_visible, GATEWAYS),
+        tpot=of(scope.tpot, GATEWAYS),
+        e2e=of(scope.e2e, GATEWAYS),
+        engine_ttft=of(scope.engine_ttft, ENGINES),
+        engine_tpot=of(scope.engine_tpot, ENGINES),
+        engine_prefix_hit=_ratio(scope.prefix_hits, scope.prefix_queries, ENGINES, scope.prefix_queries, window_s),
         kv_used=_gauge_ratio(loads, "blocks_used", "blocks_total"),
         kv_waste=_gauge_ratio(loads, "empty", "slots"),
         running=_gauge_sum(loads, "running"),
         waiting=_gauge_sum(loads, "waiting"),
-        accepted=gateway.accepted,
-        finished=gateway.finished,
-        refused=gateway.refused,
-        failed=gateway.failed,
-        cancelled=gateway.cancelled,
+        accepted=scope.accepted,
+        finished=scope.finished,
+        refused=scope.refused,
+        failed=scope.failed,
+        cancelled=scope.cancelled,
     )
 
 

@@ -15,8 +15,9 @@ from controlplane.errors import InvalidRequestError
 from controlplane.fleet import service as fleet
 from controlplane.fleet.schemas import ReplicaView
 from controlplane.telemetry import repository
-from controlplane.telemetry.figures import Load, Scope, Tables, figures, mean_load
+from controlplane.telemetry.figures import Load, Tables, figures, mean_load
 from controlplane.telemetry.schemas import Overview, ScopedFigures
+from controlplane.telemetry.scopes import Scope
 from dataplane.protocol import WINDOW_SECONDS, ReplicaState
 
 SHORTEST_S = 60
@@ -115,5 +116,5 @@ def _by_replica(
 
 def _busiest(scopes: Mapping[str, Scope]) -> list[tuple[str, Scope]]:
     """At most `MOST_ROWS` scopes in key order; beyond that those with most requests are kept."""
-    kept = sorted(scopes.items(), key=lambda item: (-item[1].gateway.accepted, item[0]))[:MOST_ROWS]
+    kept = sorted(scopes.items(), key=lambda item: (-item[1].accepted, item[0]))[:MOST_ROWS]
     return sorted(kept, key=lambda item: item[0])

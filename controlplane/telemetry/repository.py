@@ -86,7 +86,7 @@ async def recent(
         query = query.where(table.source == GATEWAY, table.tenant.in_([tenant, ""]))
     if replica is not None:
         query = query.where(table.replica.in_([replica, ""]))
-    rows = (await session.execute(query))
+    rows = await session.execute(query)
     return [StoredWindow(WindowKey(*row[:-2]), row[-2], row[-1]) for row in rows]
 
 
@@ -178,7 +178,7 @@ RETURNING c.job, c.window_start, c.fence, c.touched
 async def claim(session: AsyncSession, job: str, *, holder: str, latest: int, ttl_s: float, most: int) -> list[Claim]:
     """Claim at most `most` due windows that start at or before `latest` and nobody holds, oldest first."""
     values = {"job": job, "holder": holder, "latest": latest, "ttl_s": ttl_s, "most": most}
-    rows = (await session.execute(_CLAIM, values))
+    rows = await session.execute(_CLAIM, values)
     return sorted((Claim(*row) for row in rows), key=lambda one: one.window_start)
 
 

@@ -30,7 +30,7 @@ MAX_TEXT = 500
 MAX_ITEMS = 20_000
 """Most entries of one dict or list inside the counters (layer × expert arrays come to this)."""
 MAX_WINDOWS = 400
-MAX_SERIES = 20_000
+MAX_SERIES = 200_000
 MAX_USAGE = 2_000
 MAX_COUNT = 2**53
 """Counts above this do not survive a float; no honest reporter gets there within one window."""
