@@ -19,7 +19,6 @@ from litestar.di import Provide
 from litestar.exceptions import HTTPException
 from litestar.plugins.htmx import HTMXPlugin
 from prometheus_client import CollectorRegistry
-from redis.asyncio import BlockingConnectionPool, Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane import error_responses, openapi, request_id
@@ -28,6 +27,7 @@ from controlplane.db import create_engine, transaction
 from controlplane.errors import TidegateError
 from controlplane.health import HealthProbe, healthz
 from controlplane.logs import configure_logging
+from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
 
 
@@ -170,19 +170,10 @@ def provide_health(state: State) -> HealthProbe:
 
 
 def _resources(settings: Settings) -> Resources:
-    pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
-        settings.redis_url.reveal(),
-        max_connections=64,
-        timeout=5,
-        socket_connect_timeout=2.0,
-        socket_timeout=5.0,
-        health_check_interval=15,
-        client_name="tidegate",
-    )
     return Resources(
         settings=settings,
         engine=create_engine(settings),
-        redis=Redis.from_pool(pool),
+        redis=create_redis(settings.redis_url),
         registry=CollectorRegistry(),
     )
 

@@ -28,6 +28,7 @@ Answer = TypeVar("Answer")
 DEFAULT_PORTS = {"gateway": 7301, "control": 7300}
 KILL_TIMEOUT_S = 5
 """Granian waits for open streams; after this it does not."""
+SHORTEST_SECRET = 16
 PR_SET_PDEATHSIG = 1
 
 EXIT_FAILED = 1
@@ -139,9 +140,13 @@ def current() -> None:
 
 def _settings() -> Settings:
     try:
-        return Settings.from_env()
+        settings = Settings.from_env()
     except SettingsError as error:
         _fail(str(error), EXIT_USAGE)
+    for name in ("internal_token", "session_secret"):
+        if len(getattr(settings, name).reveal()) < SHORTEST_SECRET:
+            _fail(f"TIDEGATE_{name.upper()} must have at least {SHORTEST_SECRET} characters", EXIT_USAGE)
+    return settings
 
 
 def _database_url() -> Secret:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from litestar import Litestar
 
-from controlplane.accounts.controllers import ApiTokenController, whoami
+from controlplane.accounts.controllers import router
 from controlplane.accounts.passwords import Passwords
 from controlplane.accounts.throttle import LoginThrottle
 from controlplane.component import Component, Resources
@@ -23,7 +23,7 @@ def component(resources: Resources) -> Component:
         passwords.close()
 
     return Component(
-        routes=[whoami, ApiTokenController],
+        routes=[router],
         lifespans=[close_passwords],
         state={"passwords": passwords, "login_throttle": LoginThrottle(resources.redis)},
     )

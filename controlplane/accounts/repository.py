@@ -19,11 +19,26 @@ async def user_by_email(session: AsyncSession, email: str) -> User | None:
     return (await session.scalars(select(User).where(User.email == email))).one_or_none()
 
 
-async def add_user(session: AsyncSession, *, email: str, password_hash: str, role: str) -> bool:
-    """False when the email is taken."""
+async def add_user(session: AsyncSession, *, email: str, password_hash: str, role: str) -> User | None:
+    """None when the email is taken."""
     statement = insert(User).values(email=email, password_hash=password_hash, role=role)
-    added = await session.scalars(statement.on_conflict_do_nothing(index_elements=["email"]).returning(User.id))
-    return added.one_or_none() is not None
+    added = await session.scalars(statement.on_conflict_do_nothing(index_elements=["email"]).returning(User))
+    return added.one_or_none()
+
+
+async def users(session: AsyncSession, limit: int) -> list[User]:
+    return list(await session.scalars(select(User).order_by(User.created_at, User.id).limit(limit)))
+
+
+async def lock_user_and_operators(session: AsyncSession, user_id: UUID) -> list[User]:
+    """The user and every active operator, locked in id order until the transaction ends."""
+    found = await session.scalars(
+        select(User)
+        .where((User.id == user_id) | ((User.role == "operator") & User.active))
+        .order_by(User.id)
+        .with_for_update()
+    )
+    return list(found)
 
 
 async def set_password(session: AsyncSession, user_id: UUID, password_hash: str) -> None:

@@ -43,3 +43,22 @@ class ApiTokenView(msgspec.Struct, frozen=True, kw_only=True):
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+
+
+class UserView(msgspec.Struct, frozen=True, kw_only=True):
+    """One user of the console; never the password."""
+
+    id: UUID
+    email: str
+    role: Role
+    active: bool
+    created_at: datetime
+    last_login_at: datetime | None
+
+
+class UserPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change; what is left out stays. Each of these ends the user's sessions."""
+
+    role: Role | msgspec.UnsetType = msgspec.UNSET
+    active: bool | msgspec.UnsetType = msgspec.UNSET
+    password: str | msgspec.UnsetType = msgspec.UNSET

@@ -21,12 +21,13 @@ from uuid import UUID
 
 from litestar.connection import ASGIConnection
 from litestar.datastructures import Cookie
+from msgspec import UNSET
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts import browser, repository, tokens
 from controlplane.accounts.models import ApiToken, User
 from controlplane.accounts.passwords import LONGEST, Passwords
-from controlplane.accounts.schemas import ApiTokenView, Principal, PrincipalKind, Role
+from controlplane.accounts.schemas import ApiTokenView, Principal, PrincipalKind, Role, UserPatch, UserView
 from controlplane.accounts.throttle import LoginThrottle
 from controlplane.component import Resources
 from controlplane.db import transaction
@@ -39,7 +40,7 @@ SESSION_LIFETIME = timedelta(hours=12)
 SESSION_IDLE = timedelta(hours=1)
 _TOUCH_AFTER = timedelta(minutes=1)
 _SHORTEST_PASSWORD = 12
-_MOST_TOKENS = 200
+_MOST_ROWS = 200
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -137,20 +138,56 @@ async def principal_of_token(resources: Resources, token: str) -> Principal | No
 
 async def create_user(
     session: AsyncSession, *, email: str, password: str, role: Role, passwords: Passwords | None = None
-) -> None:
+) -> UserView:
     """A new user. Raises InvalidRequestError or ConflictError."""
     email = email.strip().lower()
-    _check_user(email, password)
-    if not await repository.add_user(
-        session, email=email, password_hash=await _hash(password, passwords), role=role.value
-    ):
+    _check_email(email)
+    _check_password(password)
+    hashed = await _hash(password, passwords)
+    added = await repository.add_user(session, email=email, password_hash=hashed, role=role.value)
+    if added is None:
         raise ConflictError(f"a user with the email {email} exists already", code="email_taken", param="email")
+    return _user_view(added)
+
+
+async def list_users(session: AsyncSession) -> list[UserView]:
+    """All users, oldest first; there are few."""
+    return [_user_view(user) for user in await repository.users(session, _MOST_ROWS)]
+
+
+async def change_user(
+    session: AsyncSession, user_id: UUID, patch: UserPatch, passwords: Passwords | None = None
+) -> UserView:
+    """Change role, state or password, and end the user's sessions. Somebody must stay who may change things.
+
+    Raises InvalidRequestError, NotFoundError, or ConflictError for the last active operator.
+    """
+    hashed: str | None = None
+    if patch.password is not UNSET:
+        _check_password(patch.password)
+        hashed = await _hash(patch.password, passwords)
+    locked = await repository.lock_user_and_operators(session, user_id)
+    user = next((user for user in locked if user.id == user_id), None)
+    if user is None:
+        raise NotFoundError(f"there is no user {user_id}", param="user_id")
+    if patch.role is not UNSET:
+        user.role = patch.role.value
+    if patch.active is not UNSET:
+        user.active = patch.active
+    if hashed is not None:
+        user.password_hash = hashed
+    if not any(other.active and other.role == Role.OPERATOR.value for other in locked):
+        raise ConflictError("this is the last active operator; make another one first", code="last_operator")
+    await session.flush()
+    await repository.delete_sessions_of(session, user_id)
+    return _user_view(user)
 
 
 async def ensure_admin(session: AsyncSession, email: str, password: str) -> None:
     """The bootstrap's operator: exists, is active, and has exactly this password."""
     email = email.strip().lower()
-    _check_user(email, password)
+    _check_email(email)
+    _check_password(password)
     hasher = Passwords()
     try:
         user = await repository.user_by_email(session, email)
@@ -192,7 +229,7 @@ async def create_api_token(
 
 async def list_api_tokens(session: AsyncSession) -> list[ApiTokenView]:
     """All admin tokens, oldest first; there are few."""
-    return [_token_view(token) for token in await repository.api_tokens(session, _MOST_TOKENS)]
+    return [_token_view(token) for token in await repository.api_tokens(session, _MOST_ROWS)]
 
 
 async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiTokenView:
@@ -203,9 +240,12 @@ async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiTokenVie
     return _token_view(revoked)
 
 
-def _check_user(email: str, password: str) -> None:
+def _check_email(email: str) -> None:
     if not 3 <= len(email) <= 254 or "@" not in email.strip("@") or not email.isprintable():
         raise InvalidRequestError("the email must look like name@host", param="email")
+
+
+def _check_password(password: str) -> None:
     if not _SHORTEST_PASSWORD <= len(password) <= LONGEST:
         raise InvalidRequestError(
             f"the password must have {_SHORTEST_PASSWORD} to {LONGEST} characters", param="password"
@@ -229,6 +269,17 @@ def _session_digest(request: Connection) -> bytes | None:
 
 def _user_principal(user: User) -> Principal:
     return Principal(kind=PrincipalKind.USER, id=user.id, name=user.email, role=Role(user.role))
+
+
+def _user_view(user: User) -> UserView:
+    return UserView(
+        id=user.id,
+        email=user.email,
+        role=Role(user.role),
+        active=user.active,
+        created_at=user.created_at,
+        last_login_at=user.last_login_at,
+    )
 
 
 def _token_view(token: ApiToken) -> ApiTokenView:

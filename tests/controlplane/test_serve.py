@@ -92,6 +92,8 @@ def test_kill_9_of_a_server_leaves_no_process_behind(settings: Settings, role: s
         process.kill()
         process.wait(10)
         _, alive = psutil.wait_procs(workers, timeout=10)
+        for survivor in alive:
+            survivor.kill()
         assert alive == []
         assert not answers(port)
 
@@ -141,6 +143,11 @@ def test_a_port_in_use_is_one_sentence_even_though_granian_could_share_it(settin
 def test_a_missing_setting_is_named(command: tuple[str, ...]) -> None:
     done = tidegate(*command, env=environment(None))
     assert (done.returncode, done.stderr) == (2, "tidegate: DATABASE_URL is not set\n")
+
+
+def test_a_secret_that_can_be_guessed_is_refused_without_printing_it(settings: Settings) -> None:
+    done = tidegate("serve", "control", env=environment(settings, TIDEGATE_SESSION_SECRET="letmein"))
+    assert (done.returncode, done.stderr) == (2, "tidegate: TIDEGATE_SESSION_SECRET must have at least 16 characters\n")
 
 
 def test_a_wrong_setting_is_named(settings: Settings) -> None:

@@ -252,3 +252,43 @@ async def test_authenticate_answers_who_it_is(deployed: Deployment) -> None:
         await service.authenticate(
             state.resources, state.login_throttle, state.passwords, email="", password="", address=""
         )
+
+
+async def test_an_operator_makes_lists_and_changes_users(deployed: Deployment) -> None:
+    api = deployed.client
+    new = {"email": "Ada@Example.com", "password": PASSWORD, "role": "viewer"}
+    made = await api.post("/api/v1/users", json=new, headers=deployed.operator)
+    assert made.status_code == 201, made.text
+    assert made.json()["email"] == "ada@example.com"
+    assert "password" not in made.text
+    assert (await api.post("/api/v1/users", json=new, headers=deployed.operator)).status_code == 409
+    assert "ada@example.com" in (await api.get("/api/v1/users", headers=deployed.operator)).text
+    await log_in(deployed, "ada@example.com")
+    assert await inside(deployed)
+    path = f"/api/v1/users/{made.json()['id']}"
+    changed = await api.patch(path, json={"password": "another long password"}, headers=deployed.operator)
+    assert changed.status_code == 200
+    assert not await inside(deployed)
+    short = await api.patch(path, json={"password": "short"}, headers=deployed.operator)
+    assert short.json()["error"]["param"] == "password"
+    assert (await api.patch(path, json={"role": "operator"}, headers=deployed.operator)).json()["role"] == "operator"
+    assert (await api.patch(path, json={"active": False}, headers=deployed.operator)).json()["active"] is False
+
+
+async def test_the_last_operator_cannot_be_shut_out_even_by_two_at_once(deployed: Deployment) -> None:
+    engine = deployed.app.state.resources.engine
+    async with transaction(engine) as session:
+        second = await service.create_user(session, email="b@example.com", password=PASSWORD, role=Role.OPERATOR)
+        users = await service.list_users(session)
+    operators = [user.id for user in users if user.role is Role.OPERATOR]
+    assert len(operators) == 2
+    assert second.id in operators
+    answers = await asyncio.gather(
+        *(
+            deployed.client.patch(f"/api/v1/users/{user_id}", json={"active": False}, headers=deployed.operator)
+            for user_id in operators
+        )
+    )
+    assert sorted(answer.status_code for answer in answers) == [200, 409]
+    refused = next(answer for answer in answers if answer.status_code == 409)
+    assert refused.json()["error"]["code"] == "last_operator"
