@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""A replica's id is also its folder's name."""
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -84,11 +87,13 @@ def serve(
     TIDEGATE_INTERNAL_TOKEN is the bearer token callers must show and the control plane is shown.
     TIDEGATE_METRICS_TOKEN or TIDEGATE_METRICS_OPEN=1 say who may read /metrics.
     """
+    if not _NAME.fullmatch(replica):
+        _refuse(f"{replica!r} cannot name a replica: letters, digits, dots, dashes and underscores, at most 63")
     logging.basicConfig(level=_level(log_level), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     from dataplane.config import ConfigError, EngineConfig
     from dataplane.core_client import CoreSpec
+    from dataplane.ports import free_port
     from dataplane.replica_config import ReplicaConfig
-    from dataplane.server import free_port
 
     token = os.environ.get("TIDEGATE_INTERNAL_TOKEN", "")
     if not token:
@@ -121,6 +126,8 @@ def serve(
     try:
         with _sole_owner(config.folder):
             sys.exit(_serve(config))
+    except ConfigError as error:
+        _refuse(str(error))
     except OSError as error:
         _refuse(f"cannot use the folder {config.folder}: {error.strerror or error}", EXIT_FAILED)
 

@@ -196,9 +196,12 @@ class CoreClient:
             self._link = None
 
     async def _stop_process(self, process: asyncio.subprocess.Process, drain_s: float) -> None:
-        if self._link is not None:
+        if self._link is not None and self.state is ReplicaState.READY:
             with contextlib.suppress(CoreBusyError, CoreUnreachableError):
                 self._link.send(self.epoch, Shutdown(drain=drain_s > 0.0, boot_epoch=self.epoch))
+        else:
+            # A core that is still loading takes no messages.
+            process.terminate()
         steps = ((drain_s + TERMINATE_AFTER_S, process.terminate), (KILL_AFTER_S, process.kill))
         for patience, action in steps:
             try:

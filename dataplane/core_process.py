@@ -21,10 +21,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from dataplane.config import ConfigError, EngineConfig
 from dataplane.core_link import CoreEndpoint
-from dataplane.engine import EngineCore
+from dataplane.errors import ConfigError
 from dataplane.protocol import (
     AbortRequests,
     AddRequest,
@@ -37,6 +37,9 @@ from dataplane.protocol import (
     StepOutput,
 )
 from dataplane.request import RequestError
+
+if TYPE_CHECKING:
+    from dataplane.engine import EngineCore
 
 EXIT_STOPPED = 0
 EXIT_FAULT = 1
@@ -86,7 +89,7 @@ class CoreLoop:
                 outputs += self._core.step()
                 self._step += 1
             self._report(outputs)
-            if not self._core.has_work():
+            if not (self._core.has_work() or self._draining):
                 self._link.wait()
 
     def _report(self, outputs: list[RequestOutput]) -> None:
@@ -130,7 +133,7 @@ def _refused(request_id: str, message: str) -> RequestOutput:
 
 
 class _Signals:
-    """SIGTERM asks the loop to leave; SIGINT is the front's business (Ctrl-C reaches the whole group)."""
+    """SIGTERM asks the loop to leave between two steps."""
 
     def __init__(self) -> None:
         self.stop = False
@@ -140,7 +143,6 @@ class _Signals:
         # The wake-up descriptor ends a sleeping poll, which Python would otherwise resume after the handler.
         signal.set_wakeup_fd(self._writer.fileno())
         signal.signal(signal.SIGTERM, self._on_stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         self.stop = True
@@ -164,22 +166,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-when-idle", action="store_true", help="verify block accounting whenever idle")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
-    signals = _Signals()
+    # Ctrl-C reaches the whole process group; when the core ends is the front's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with CoreEndpoint(options.address, options.epoch) as link:
-        link.watch(signals.reader.fileno())
         try:
-            config = EngineConfig.resolve(options.model, boot_epoch=options.epoch, **json.loads(options.options))
-            core = EngineCore(config)
+            core = _build(options)
         except ConfigError as error:
             link.send(CoreFault(boot_epoch=options.epoch, error=str(error)))
             return EXIT_CONFIG
         except Exception as error:
             return _fault(link, error)
+        # Until here SIGTERM simply ends the process: there is nothing to put in order while loading.
+        signals = _Signals()
+        link.watch(signals.reader.fileno())
         try:
             CoreLoop(core, link, interrupted=lambda: signals.stop, check_when_idle=options.check_when_idle).run()
         except Exception as error:
             return _fault(link, error)
     return EXIT_STOPPED
+
+
+def _build(options: argparse.Namespace) -> EngineCore:
+    """Load the model. Importing the engine takes seconds, so it comes after the ties to the front are in place."""
+    from dataplane.config import EngineConfig
+    from dataplane.engine import EngineCore
+
+    return EngineCore(EngineConfig.resolve(options.model, boot_epoch=options.epoch, **json.loads(options.options)))
 
 
 def _fault(link: CoreEndpoint, error: Exception) -> int:

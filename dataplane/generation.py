@@ -17,12 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from litestar.types import Receive, Scope, Send
-
 from dataplane.api_error import ApiError, unavailable
 from dataplane.attempt import Attempt, Choice
 from dataplane.caller import Caller
-from dataplane.http_exchange import ClientGoneError, Exchange
+from dataplane.http_exchange import ClientGoneError, Exchange, Receive, Scope, Send
 from dataplane.openai import Call, ChatCall, parse_chat, parse_completion
 from dataplane.openai_bodies import DONE, Responder, error_event, usage
 from dataplane.protocol import HEADER_REPLICA, HEADER_REQUEST, FinishReason, ReplicaState
@@ -79,7 +77,7 @@ class GenerationEndpoint:
         """Refuse before anything is read. Raises ApiError."""
         if exchange.method != "POST":
             raise ApiError(405, "this address takes POST only", code="method_not_allowed")
-        if not self._replica.config.admits(exchange.headers.get("authorization", "")):
+        if not self._replica.config.admits(exchange.authorization):
             raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
         self._replica.check_open()
 

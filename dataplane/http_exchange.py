@@ -1,19 +1,23 @@
 """One HTTP request and its answer over raw ASGI.
 
 Layer: service. Owns the bounded body, the notice that the client has left, and that every answer is ended
-once. The framework does not clean up streams whose reader left, so this watches `receive` itself. It knows
+once. Nothing else cleans up a stream whose reader left, so this watches `receive` itself. It knows
 nothing of models or tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cached_property
-
-from litestar.types import Receive, Scope, Send
+from typing import Any
 
 from dataplane.api_error import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+"""ASGI 3.0: a connection's scope, its incoming events and its outgoing ones."""
 
 
 class ClientGoneError(Exception):
@@ -36,6 +40,14 @@ class Exchange:
     @property
     def method(self) -> str:
         return str(self._scope.get("method", ""))
+
+    @property
+    def path(self) -> str:
+        return str(self._scope.get("path", ""))
+
+    @property
+    def authorization(self) -> str:
+        return self.headers.get("authorization", "")
 
     @cached_property
     def headers(self) -> dict[str, str]:
@@ -100,12 +112,12 @@ class Exchange:
         self.gone = True
         on_gone()
 
-    async def _write(self, message: object) -> None:
+    async def _write(self, message: MutableMapping[str, Any]) -> None:
         if self.gone:
             raise ClientGoneError
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await self._send(message)  # type: ignore[arg-type]  # ASGI messages are dicts built above
+                await self._send(message)
         except (TimeoutError, OSError):
             self.gone = True
             raise ClientGoneError from None

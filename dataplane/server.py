@@ -1,9 +1,7 @@
-"""The replica's HTTP front: routes, authentication, the embedded server and the order of start and stop.
+"""The replica's server: HTTP, the engine core and the reports as one process, and the order of start and stop.
 
-Layer: service. One process, one event loop: granian serves, the engine core is a child process. It holds no
-request state (see `attempt`) and no policy.
-
-granian opens its port with SO_REUSEPORT, so two servers would silently share one: `free_port` looks first.
+Layer: service. One process, one event loop: granian serves embedded in it, the engine core is a child process. It
+holds no request state (see `attempt`), knows no address (see `routes`) and has no policy.
 """
 
 from __future__ import annotations
@@ -12,91 +10,20 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces
 from granian.server.embed import Server
-from litestar import Litestar, Request, Response, asgi, get
-from litestar.exceptions import HTTPException
-from litestar.types import Receive, Scope, Send
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from dataplane.api_error import ApiError
-from dataplane.generation import GenerationEndpoint
-from dataplane.metrics import registry_of
-from dataplane.openai_bodies import model_body
-from dataplane.protocol import HEADER_REPLICA, ReplicaState
 from dataplane.replica import Replica
 from dataplane.reporter import GaugeSampler, HttpTransport, Reporter
+from dataplane.routes import ReplicaApp
 
 logger = logging.getLogger(__name__)
 
 LAST_REPORT_S = 2.0
 HTTP_STOP_S = 2.0
-
-
-def create_app(replica: Replica) -> Litestar:
-    """The replica's routes. Starting and stopping the replica is the caller's business."""
-    config = replica.config
-    chat = GenerationEndpoint.chat(replica)
-    completions = GenerationEndpoint.completions(replica)
-    registry = registry_of(replica)
-    created = int(replica.started_at)
-
-    @asgi("/v1/chat/completions", copy_scope=False)
-    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await chat(scope, receive, send)
-
-    @asgi("/v1/completions", copy_scope=False)
-    async def text_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        await completions(scope, receive, send)
-
-    def described() -> dict[str, Any]:
-        return model_body(config.served_model, created, replica.ready.max_model_len if replica.ready else None)
-
-    @get("/v1/models")
-    async def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        _admit(config.admits(request.headers.get("authorization", "")))
-        return {"object": "list", "data": [described()]}
-
-    @get("/v1/models/{model:path}")
-    async def model(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        _admit(config.admits(request.headers.get("authorization", "")))
-        asked = str(request.path_params["model"]).lstrip("/")
-        if asked != config.served_model:
-            raise ApiError(404, f"the model {asked[:200]!r} is not served here", code="model_not_found", param="model")
-        return described()
-
-    @get("/healthz")
-    async def healthz() -> Response[dict[str, str]]:
-        ready = replica.state is ReplicaState.READY
-        body = {"state": str(replica.state), "reason": replica.reason, "replica": config.replica}
-        return Response(body, status_code=200 if ready else 503)
-
-    @get("/metrics")
-    async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
-        _admit(config.admits_metrics(request.headers.get("authorization", "")))
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    return Litestar(
-        route_handlers=[chat_completions, text_completions, models, model, healthz, metrics],
-        exception_handlers={ApiError: _answer_error, HTTPException: _answer_http, Exception: _answer_defect},
-        response_headers={HEADER_REPLICA: config.replica},
-        openapi_config=None,
-        logging_config=None,
-    )
-
-
-def free_port(host: str, port: int) -> int:
-    """`port` when nobody listens on it, or a free one for 0. Raises OSError when it is taken or not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Without SO_REUSEPORT a listening socket of anybody makes this fail.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])
 
 
 class ReplicaServer:
@@ -106,7 +33,7 @@ class ReplicaServer:
         self.replica = replica
         config = replica.config
         self._http: Any = Server(
-            create_app(replica),
+            ReplicaApp(replica),
             address=config.host,
             port=config.port,
             interface=Interfaces.ASGINL,
@@ -170,28 +97,3 @@ class ReplicaServer:
         http.cancel()
         await asyncio.gather(http, return_exceptions=True)
         await self.replica.journal.close()
-
-
-def _admit(admitted: bool) -> None:
-    if not admitted:
-        raise ApiError(401, "the bearer token is missing or wrong", code="invalid_api_key")
-
-
-def _answer_error(_: Request[Any, Any, Any], error: ApiError) -> Response[bytes]:
-    return Response(error.body(), status_code=error.status, headers=dict(error.headers()))
-
-
-def _answer_http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """What the framework itself refuses: unknown addresses and methods."""
-    if error.status_code == 405:
-        return _answer_error(
-            request, ApiError(405, "this address does not take this method", code="method_not_allowed")
-        )
-    if error.status_code == 404:
-        return _answer_error(request, ApiError(404, "there is nothing at this address", code="not_found"))
-    return _answer_error(request, ApiError(error.status_code, error.detail, code="invalid_request"))
-
-
-def _answer_defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    logger.exception("a request failed in the replica's front", exc_info=error)
-    return _answer_error(request, ApiError(500, "the replica failed to answer this request", code="internal_error"))

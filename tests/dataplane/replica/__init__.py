@@ -1,0 +1,1 @@
+"""Tests of the replica's front, core process and reports."""

@@ -1,0 +1,194 @@
+"""The front's hold on its core: nothing hangs when the core dies, and it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dataplane.core_client import CoreClient, CoreSpec, CoreUnavailableError, RestartPolicy
+from dataplane.protocol import CoreStats, EngineRequest, FinishReason, ReplicaState, RequestOutput, SamplingParams
+from tests.dataplane.replica.harness import QUICK, scripted, until
+
+
+class Log:
+    """What a core client tells."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[ReplicaState, int]] = []
+        self.stats: list[tuple[int, CoreStats]] = []
+        self.client: CoreClient
+
+    def changed(self) -> None:
+        self.states.append((self.client.state, self.client.epoch))
+
+    def took(self, epoch: int, stats: CoreStats) -> None:
+        self.stats.append((epoch, stats))
+
+
+@asynccontextmanager
+async def running(
+    spec: CoreSpec, *, restart: RestartPolicy = QUICK, ready: bool = True
+) -> AsyncIterator[tuple[CoreClient, Log]]:
+    log = Log()
+    log.client = client = CoreClient(spec, on_change=log.changed, on_stats=log.took, restart=restart)
+    await client.start()
+    try:
+        if ready:
+            await until(lambda: client.state is ReplicaState.READY, "the core is ready")
+        yield client, log
+    finally:
+        await client.stop()
+
+
+def request(name: str) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams(max_tokens=8), arrived_at=0.0)
+
+
+def submit(client: CoreClient, name: str) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    client.submit(request(name), outputs.append)
+    return outputs
+
+
+def ended(*logs: list[RequestOutput]) -> Callable[[], bool]:
+    return lambda: all(log and log[-1].finish is not None for log in logs)
+
+
+async def test_outputs_reach_their_own_request_in_order() -> None:
+    async with running(scripted(emit=4)) as (client, log):
+        first, second = submit(client, "a"), submit(client, "b")
+        await until(ended(first, second), "both finish")
+        assert {output.request_id for output in first} == {"a"}
+        assert [output.finish for output in second] == [None, None, None, FinishReason.LENGTH]
+        assert client.in_flight == 0
+        assert [epoch for epoch, _ in log.stats] == [1] * 8
+
+
+async def test_kill_9_ends_every_request_at_once_and_the_core_comes_back() -> None:
+    async with running(scripted(emit=2, finish=False)) as (client, log):
+        hanging = [submit(client, name) for name in ("a", "b", "c")]
+        await until(lambda: all(len(outputs) == 2 for outputs in hanging), "tokens come")
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGKILL)
+        await until(ended(*hanging), "every request ends")
+        for outputs in hanging:
+            assert outputs[-1].finish is FinishReason.ERROR
+            assert outputs[-1].error == "the engine core was killed by SIGKILL"
+        assert client.in_flight == 0
+        await until(lambda: client.state is ReplicaState.READY, "the core is back")
+        assert (client.epoch, client.restarts) == (2, 1)
+        again = submit(client, "d")
+        await until(lambda: len(again) == 2, "the new core serves")
+        assert log.states == [
+            (ReplicaState.READY, 1),
+            (ReplicaState.FAILED, 1),
+            (ReplicaState.STARTING, 1),
+            (ReplicaState.READY, 2),
+        ]
+
+
+async def test_a_request_while_the_core_is_gone_is_refused_with_a_time_to_wait() -> None:
+    slow = RestartPolicy(first_s=30.0, longest_s=30.0)
+    async with running(scripted(), restart=slow) as (client, _):
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGKILL)
+        await until(lambda: client.state is ReplicaState.FAILED, "the death is noticed")
+        with pytest.raises(CoreUnavailableError) as caught:
+            submit(client, "a")
+        assert caught.value.retry_after_s >= 1.0
+        assert "SIGKILL" in caught.value.reason
+        assert client.process_id is None
+
+
+async def test_a_fault_the_core_reports_is_the_reason_requests_end() -> None:
+    async with running(scripted(mode="fault"), restart=RestartPolicy(first_s=30.0)) as (client, _):
+        outputs = submit(client, "a")
+        await until(ended(outputs), "the request ends")
+        assert outputs[-1].error == "the engine core failed: the script says so"
+        assert client.reason == outputs[-1].error
+
+
+async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
+    async with running(scripted(mode="config"), ready=False) as (client, _):
+        async with asyncio.timeout(60):
+            await client.hopeless.wait()
+        assert client.state is ReplicaState.FAILED
+        assert client.reason == "there is no model at /nowhere"
+        assert (client.epoch, client.restarts) == (1, 0)
+
+
+async def test_a_core_that_crashes_while_loading_is_tried_again_with_higher_epochs() -> None:
+    async with running(scripted(mode="crash"), ready=False) as (client, log):
+        await until(lambda: client.restarts >= 2, "it is tried again")
+        assert not client.hopeless.is_set()
+        failed = [epoch for state, epoch in log.states if state is ReplicaState.FAILED]
+        assert failed == sorted(set(failed))
+        assert "exited with code 7 while loading its model" in client.reason
+
+
+async def test_a_program_that_cannot_be_started_is_a_failure_with_a_reason() -> None:
+    async with running(CoreSpec(model="m", command=("/nowhere/python",)), ready=False) as (client, _):
+        await until(lambda: client.restarts >= 1, "it is tried again")
+        assert "cannot start the process" in client.reason
+
+
+async def test_frames_of_another_epoch_are_dropped() -> None:
+    async with running(scripted(mode="stale", emit=3)) as (client, log):
+        outputs = submit(client, "a")
+        await until(ended(outputs), "the frame of the right epoch comes")
+        assert [output.finish for output in outputs] == [FinishReason.LENGTH]
+        assert [epoch for epoch, _ in log.stats] == [1]
+
+
+async def test_abort_ends_a_request_with_the_cores_last_word() -> None:
+    async with running(scripted(emit=1, finish=False)) as (client, _):
+        outputs = submit(client, "a")
+        await until(lambda: len(outputs) == 1, "it runs")
+        client.abort(["a", "unknown"])
+        client.abort(["a"])
+        await until(ended(outputs), "it ends")
+        assert outputs[-1].finish is FinishReason.ABORT
+        assert outputs[-1].timing is not None
+        client.abort(["a"])
+        assert client.in_flight == 0
+
+
+async def test_stop_ends_what_runs_and_the_process() -> None:
+    log = Log()
+    log.client = client = CoreClient(scripted(emit=1, finish=False), on_change=log.changed, on_stats=log.took)
+    await client.start()
+    await until(lambda: client.state is ReplicaState.READY, "the core is ready")
+    outputs = submit(client, "a")
+    await until(lambda: len(outputs) == 1, "it runs")
+    pid = client.process_id
+    assert pid is not None
+    await client.stop()
+    assert outputs[-1].finish is FinishReason.ABORT
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_core_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.core_client.TERMINATE_AFTER_S", 0.2)
+    monkeypatch.setattr("dataplane.core_client.KILL_AFTER_S", 0.2)
+    async with running(scripted(mode="deaf")) as (client, _):
+        pid = client.process_id
+        assert pid is not None
+        await client.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_pauses_grow_are_bounded_and_jittered() -> None:
+    policy = RestartPolicy(first_s=1.0, longest_s=10.0)
+    rng = random.Random(1)
+    for failures in range(1, 200):
+        full = min(10.0, 2.0 ** (failures - 1))
+        assert 0.5 * full <= policy.pause(failures, rng) <= full
+    assert len({policy.pause(5, rng) for _ in range(20)}) > 10
