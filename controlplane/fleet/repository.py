@@ -102,13 +102,16 @@ ON CONFLICT (id) DO UPDATE SET
   started_at = excluded.started_at, ready = excluded.ready, last_report_at = excluded.last_report_at,
   state_since = CASE WHEN r.state = excluded.state THEN r.state_since ELSE excluded.state_since END
 WHERE (excluded.boot_epoch, excluded.sequence) > (r.boot_epoch, r.sequence)
-RETURNING r.id
+RETURNING r.id, r.xmax = 0 AS inserted
 """
 )
 
 
-async def write_replicas(session: AsyncSession, facts: Sequence[ReplicaFacts]) -> set[str]:
-    """Insert or replace the rows, unless a newer report was stored meanwhile; ids written are returned."""
+async def write_replicas(session: AsyncSession, facts: Sequence[ReplicaFacts]) -> dict[str, bool]:
+    """Insert or replace the rows, unless a newer report was stored meanwhile.
+
+    Returns the ids written, and of each whether its row is new (no transaction had ever updated it: xmax is 0).
+    """
     rows = sorted(facts, key=lambda one: one.replica)
     columns = {
         "id": [row.replica for row in rows],
@@ -125,7 +128,8 @@ async def write_replicas(session: AsyncSession, facts: Sequence[ReplicaFacts]) -
         "started_at": [row.started_at for row in rows],
         "ready": [None if row.ready is None else encode(row.ready) for row in rows],
     }
-    return set(await session.scalars(_UPSERT_REPLICAS, columns))
+    written = await session.execute(_UPSERT_REPLICAS, columns)
+    return {row.id: row.inserted for row in written}
 
 
 async def add_events(session: AsyncSession, events: Sequence[ReplicaEventDraft]) -> None:

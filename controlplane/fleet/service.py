@@ -7,7 +7,7 @@ a process.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -184,12 +184,18 @@ async def take_in(session: AsyncSession, reports: Sequence[Report], now: float) 
         drain_wanted = newest[report.replica].drain_wanted
         registrations[i] = Registration(commands(stored.get(report.replica), drain_wanted, report))
     changed = [facts for replica, facts in newest.items() if facts is not stored.get(replica)]
-    written = await repository.write_replicas(session, changed) if changed else set()
-    await repository.add_events(session, [event for event in events if event.replica in written])
+    written = await repository.write_replicas(session, changed) if changed else {}
+    await repository.add_events(session, [event for event in events if _happened(event, written)])
     return Intake(
         [registrations[i] for i in range(len(reports))],
         [load for replica, load in loads.items() if replica in written],
     )
+
+
+def _happened(event: ReplicaEventDraft, written: Mapping[str, bool]) -> bool:
+    """Whether the change was written, and by us: another control plane may have registered the replica first."""
+    inserted = written.get(event.replica)
+    return inserted is not None and (inserted or event.kind is not EventKind.REGISTERED)
 
 
 async def conclude(session: AsyncSession, listening_since: float, now: float, limits: Limits) -> float:

@@ -87,6 +87,29 @@ async def test_f28_an_older_boot_or_sequence_never_overwrites(session: AsyncSess
     assert (route.state, route.url, route.boot_epoch) == (ReplicaState.READY, "http://127.0.0.1:9", BOOT + 1)
 
 
+@pytest.mark.parametrize("second_sequence", [3, 9])
+async def test_two_control_planes_that_hear_of_a_replica_at_once_register_it_once(
+    committed_engine: AsyncEngine, second_sequence: int
+) -> None:
+    async with transaction(committed_engine) as session:
+        await service.ensure_pool(session, POOL, MODEL)
+
+    async def second() -> None:
+        async with transaction(committed_engine) as session:
+            await service.take_in(session, [report(sequence=second_sequence)], NOW)
+
+    async with transaction(committed_engine) as session:
+        await service.take_in(session, [report(sequence=5)], NOW)
+        waiting = asyncio.create_task(second())
+        await asyncio.wait({waiting}, timeout=0.3)
+        assert not waiting.done(), "the second has seen no row and now waits for the first to commit"
+    await waiting
+    async with transaction(committed_engine) as session:
+        facts = (await service.repository.lock_replicas(session, ["r1"]))["r1"]
+    assert facts.sequence == max(5, second_sequence)
+    assert len(await events_of(committed_engine, "registered")) == 1
+
+
 async def test_several_reports_of_one_replica_in_a_batch_end_at_the_newest(session: AsyncSession) -> None:
     await service.ensure_pool(session, POOL, MODEL)
     batch = [

@@ -126,11 +126,15 @@ async def test_f38_a_worker_that_lost_its_claim_leaves_nothing_behind(committed_
     assert await roll(committed_engine, MINUTE) == [], "a held claim is nobody else's"
     async with transaction(committed_engine) as session:
         await session.execute(text("UPDATE rollup_claims SET expires_at = now() - interval '1 second'"))
-    (fast,) = await roll(committed_engine, MINUTE, holder="fast")
+    async with transaction(committed_engine) as session:
+        (fast,) = await rollups.claim_due(session, MINUTE, holder="fast", now=LATER)
     assert fast.fence > slow.fence
     with pytest.raises(StaleClaimError):
         async with transaction(committed_engine) as session:
             await rollups.run_claim(session, slow)
+    async with transaction(committed_engine) as session:
+        assert await number(session, 60) == 0
+        await rollups.run_claim(session, fast)
     async with transaction(committed_engine) as session:
         sequences = await session.scalars(text("SELECT DISTINCT sequence FROM telemetry_windows WHERE resolution = 60"))
         assert list(sequences) == [fast.fence]
@@ -162,6 +166,19 @@ async def test_data_that_comes_while_a_window_is_being_rolled_makes_it_due_again
     assert len(await roll(committed_engine, MINUTE)) == 1
     async with transaction(committed_engine) as session:
         assert await accepted(session, 60, HOUR, HOUR + 60) == {"a": 7, "b": 7}
+
+
+async def test_data_that_comes_after_the_claim_is_not_called_done_by_a_run_that_may_have_missed_it(
+    committed_engine: AsyncEngine,
+) -> None:
+    async with transaction(committed_engine) as session:
+        await send(session, HOUR, 3)
+        (claim,) = await rollups.claim_due(session, MINUTE, holder="w", now=LATER)
+    await _send_late(committed_engine)
+    async with transaction(committed_engine) as session:
+        await rollups.run_claim(session, claim)
+    assert len(await roll(committed_engine, MINUTE)) == 1
+    assert await roll(committed_engine, MINUTE) == []
 
 
 async def _send_late(engine: AsyncEngine) -> None:
