@@ -132,11 +132,13 @@ class _Parts:
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.gather(
+                self._request_log.flush(),
+                self._reporter.last_words(),
+                asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot()),
+            )
             await self._keys.close()
             await self.gateway.close()
-            await self._request_log.flush()
-            await self._reporter.last_words()
-            await asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot())
 
     async def _load_grant(self, key_id: str) -> KeyGrant | None:
         async with AsyncSession(self._resources.engine) as session:

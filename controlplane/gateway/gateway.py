@@ -7,6 +7,7 @@ one request is doing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -27,9 +28,11 @@ from controlplane.gateway.telemetry import Recorder
 from controlplane.gateway.upstream import Upstream
 from controlplane.settings import Settings
 
-DRAIN_S = 3.0
-"""How long running requests may go on after a shutdown was asked for; then they are cut with an error event. It must end
-before the server kills its worker (`serve.KILL_TIMEOUT_S`)."""
+DRAIN_S = 2.5
+"""How long running requests may go on after a shutdown was asked for; then they are cut with an error event. All of it
+must be over before the server kills its worker (`serve.KILL_TIMEOUT_S`)."""
+CUT_S = 0.5
+"""Longest wait for cut requests to say so to their clients."""
 
 logger = logging.getLogger("tidegate.gateway")
 
@@ -129,3 +132,7 @@ class Gateway:
             logger.warning("Shutting down: ending %d requests", len(self._running))
             for work in list(self._running):
                 work.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_S):
+                    await self._idle.wait()
+        await self.request_log.flush()

@@ -70,8 +70,9 @@ def test_f40_every_pair_of_split_points_around_the_usage_chunk(end: bytes) -> No
 
 
 line_ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20)
 lines = st.one_of(
-    st.builds(lambda text: b"data: " + text.encode(), st.text(st.characters(exclude_characters="\r\n"), max_size=20)),
+    texts.map(lambda text: b"data: " + text.encode()),
     st.sampled_from([b"", b"", b"data", b"data:", b"data:x", b": comment", b"event: e", b"id", b"datax: 1"]),
 )
 byte_streams = st.lists(st.tuples(lines, line_ends), max_size=12).map(lambda parts: b"".join(a + b for a, b in parts))
@@ -117,8 +118,8 @@ def test_f40_events_too_long_to_hold_come_out_unchanged_and_unread(data: bytes, 
         assert b"".join(e.raw for e in feed_all(split_at(data, cuts))) == data
 
 
-@given(byte_streams, st.lists(st.integers(0, 300), max_size=12), st.integers(1, 40))
-def test_an_event_after_one_too_long_to_hold_is_read_again(data: bytes, cuts: list[int], held: int) -> None:
+@given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 40))
+def test_an_event_after_one_too_long_to_hold_is_read_again(cuts: list[int], held: int) -> None:
     """The stream finds its way back to event bounds, wherever the long event was cut."""
     tail = b"data: after\n\n"
     long = b"data: " + b"x" * 200 + b"\n\n"

@@ -63,7 +63,7 @@ class Receiver:
     def take(self, report: GatewayReport) -> None:
         check_gateway_report(report)
         for window in report.windows:
-            check_gateway_window(window, report.sent_at)
+            check_gateway_window(window, Wall().now)
             for series in window.series:
                 check_series(series)
                 key = (window.start, series.tenant, series.pool, series.replica)
@@ -281,7 +281,7 @@ async def test_f28_reports_survive_refusals_lost_answers_and_a_resync(
     settings = msgspec.structs.replace(
         offline_settings, control_url=f"http://127.0.0.1:{control.port}", gateway_id="gw-1"
     )
-    recorder = Recorder()
+    recorder = Recorder(wall=Wall())
     reporter = GatewayReporter(settings, recorder, in_flight=lambda: 3, policy_epoch=lambda: 7)
     async with reporter._session(5.0) as session:
         counted = 0
