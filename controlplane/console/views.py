@@ -156,7 +156,7 @@ def _stats(total: Figures, series: Series, window: str) -> tuple[Stat, ...]:
             "requests",
             "Requests",
             presenters.rate(total.request_rate),
-            (f"{presenters.count(total.accepted)} in {window}",),
+            (f"{_counted(total, total.accepted)} in {window}",),
             sparkline(series.request_rate),
         ),
         Stat(
@@ -184,13 +184,18 @@ OUTCOMES = (("Refused", "refused", "warn"), ("Failed", "failed", "bad"))
 
 
 def _outcomes(total: Figures) -> tuple[Outcome, ...]:
-    rows = [Outcome("Finished", presenters.count(sum(total.finished.values())), "ok", _reasons(total.finished))]
+    rows = [Outcome("Finished", _counted(total, sum(total.finished.values())), "muted", _reasons(total.finished))]
     for label, name, colour in OUTCOMES:
         counts: dict[str, int] = getattr(total, name)
         n = sum(counts.values())
-        rows.append(Outcome(label, presenters.count(n), colour if n else "muted", _reasons(counts)))
-    rows.append(Outcome("Cancelled", presenters.count(total.cancelled), "muted", "by the client"))
+        rows.append(Outcome(label, _counted(total, n), colour if n else "muted", _reasons(counts)))
+    rows.append(Outcome("Cancelled", _counted(total, total.cancelled), "muted", "by the client"))
     return tuple(rows)
+
+
+def _counted(figures: Figures, n: int) -> str:
+    """A count of requests; unknown, not 0, while no gateway has reported."""
+    return presenters.NONE if figures.request_rate is None else presenters.count(n)
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -217,10 +222,10 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         kv_waste=presenters.percent(figures.kv_waste),
         running=presenters.whole(figures.running),
         waiting=presenters.whole(figures.waiting),
-        finished=presenters.count(sum(figures.finished.values())),
-        refused=presenters.count(sum(figures.refused.values())),
-        failed=presenters.count(sum(figures.failed.values())),
-        cancelled=presenters.count(figures.cancelled),
+        finished=_counted(figures, sum(figures.finished.values())),
+        refused=_counted(figures, sum(figures.refused.values())),
+        failed=_counted(figures, sum(figures.failed.values())),
+        cancelled=_counted(figures, figures.cancelled),
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import httpx
 
@@ -76,6 +79,7 @@ class Reporter:
         self._replica = replica
         self._tenant = tenant
         self._sequence = 0
+        self._lock = threading.Lock()
         self._epoch = time.time_ns() // 1_000_000
         self._gateway: dict[int, GatewayCounters] = {}
         self._engine: dict[int, Counters] = {}
@@ -108,9 +112,31 @@ class Reporter:
             )
         )
 
+    @contextmanager
+    def reporting(self, every_s: float = 1.0) -> Iterator[None]:
+        """Report again and again from a thread, as long as the context lasts; an outage is waited out."""
+        done = threading.Event()
+
+        def run() -> None:
+            while not done.wait(every_s):
+                with suppress(httpx.HTTPError):
+                    self.report()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def report(self, *, running: int = 1, waiting: int = 0, used: int = 128, state: ReplicaState = ReplicaState.READY,
                core_restarts: int = 0) -> None:  # fmt: skip
         """Send both reports and expect both to be stored."""
+        with self._lock:
+            self._send(running=running, waiting=waiting, used=used, state=state, core_restarts=core_restarts)
+
+    def _send(self, *, running: int, waiting: int, used: int, state: ReplicaState, core_restarts: int) -> None:
         self._sequence += 1
         now = time.time()
         common = {"boot_epoch": self._epoch, "sequence": self._sequence, "acknowledged": 0, "sent_at": now,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import pytest
 import pytest_asyncio
@@ -59,17 +60,24 @@ async def viewer(deployed: Deployment) -> Deployment:
     return deployed
 
 
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
+
+
 @contextmanager
 def counted_queries(engine: AsyncEngine) -> Iterator[list[str]]:
+    """Statements of what this test awaits; those of background tasks are not its own."""
     statements: list[str] = []
 
     def note(conn: object, cursor: object, statement: str, *rest: object) -> None:
-        statements.append(statement)
+        if _counting.get():
+            statements.append(statement)
 
     event.listen(engine.sync_engine, "before_cursor_execute", note)
+    token = _counting.set(True)
     try:
         yield statements
     finally:
+        _counting.reset(token)
         event.remove(engine.sync_engine, "before_cursor_execute", note)
 
 
@@ -104,13 +112,15 @@ async def test_htmx_gets_the_fragment_of_the_same_handler(operator: Deployment, 
 
 
 @pytest.mark.parametrize("path", [*PAGES, "/logout", "/tenants/nobody"])
-async def test_a_stranger_is_sent_to_the_login_page_and_back(deployed: Deployment, path: str) -> None:
+async def test_a_stranger_and_a_tenant_are_sent_to_the_login_page(deployed: Deployment, path: str) -> None:
     answer = await deployed.client.get(path, headers={"accept": "text/html"})
     if path == "/logout":
         assert answer.status_code == 405
         return
     assert answer.status_code == 303
     assert answer.headers["location"].startswith("/login")
+    tenant = await deployed.client.get(path, headers={"accept": "text/html", **deployed.tenant_member})
+    assert tenant.status_code == 303  # a tenant's API key opens nothing here
     fragment = await deployed.client.get(path, headers=HTMX)
     assert fragment.status_code == 401
     assert fragment.headers["hx-redirect"] == "/login"
@@ -272,7 +282,7 @@ async def test_tenants_are_paged_by_key_and_cost_at_most_three_queries(operator:
             await make_tenant(session)
     with counted_queries(engine) as statements:
         first = await operator.client.get("/tenants")
-    assert len(statements) <= 3, statements
+    assert 2 <= len(statements) <= 3, statements
     assert first.text.count('<th scope="row">') == 50
     following = re.search(r'href="(/tenants\?after=[^"]+)"', first.text)
     assert following is not None

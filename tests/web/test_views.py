@@ -31,6 +31,12 @@ def test_nothing_observed_shows_dashes_everywhere() -> None:
     page = views.overview_page(an_overview())
     assert [stat.figure.text for stat in page.stats] == ["—"] * len(page.stats)
     assert all(stat.spark is None and stat.meter is None for stat in page.stats)
+    assert {outcome.count for outcome in page.outcomes} == {"—"}
+
+
+def test_counts_are_zero_once_a_gateway_reported_and_not_before() -> None:
+    reported = msgspec.structs.replace(EMPTY, request_rate=evidence(0.0, "requests/s"))
+    assert {outcome.count for outcome in views.overview_page(an_overview(reported)).outcomes} == {"0"}
 
 
 def test_every_state_has_a_word_and_an_icon_of_its_own() -> None:

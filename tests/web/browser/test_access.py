@@ -78,11 +78,11 @@ def test_stale_figures_keep_their_contrast(as_operator: OpenPage, reporter: Repo
     expect(page.locator("figure.trend canvas").first).to_be_visible()
     site.postgres.cut()
     try:
-        expect(page.locator("#freshness")).to_contain_text("does not answer", timeout=30_000)
+        expect(page.locator("#freshness")).to_contain_text("does not answer", timeout=40_000)
         assert violations(page) == []
     finally:
         site.postgres.mend()
-    expect(page.locator("#freshness")).not_to_contain_text("does not answer", timeout=30_000)
+    expect(page.locator("#freshness")).not_to_contain_text("does not answer", timeout=40_000)
 
 
 def test_the_keyboard_alone_reaches_everything(as_operator: OpenPage, reporter: Reporter) -> None:

@@ -10,7 +10,7 @@
 
   function text(unit, value) {
     if (value === null || value === undefined) return "—";
-    if (unit === "ratio") return `${(value * 100).toFixed(value >= 0.1 ? 0 : 1)} %`;
+    if (unit === "ratio") return `${Number((value * 100).toFixed(1))} %`;
     if (unit === "seconds") return value < 0.9995 ? `${digits(value * 1000)} ms` : `${digits(value)} s`;
     return `${digits(value)} ${COLUMN_LABEL[unit]}`;
   }
