@@ -77,6 +77,7 @@ class Choice:
         self._attempt = attempt
         self._text = text
         self._unread: list[str] = []
+        self._came = False
         self._first_at: float | None = None
         self._last_at = 0.0
         self._timing: Timing | None = None
@@ -106,10 +107,14 @@ class Choice:
     def counted_by_engine(self) -> bool:
         return self._timing is not None
 
-    def read(self) -> str:
-        """Take the text that has come since the last call."""
+    def read(self) -> str | None:
+        """Take the text that has come since the last call: None without a new token, empty when new tokens show
+        nothing yet (part of a character, or what may begin a stop string)."""
+        if not (self._unread or self._came):
+            return None
         text = "".join(self._unread)
         self._unread.clear()
+        self._came = False
         return text
 
     def take(self, output: RequestOutput) -> None:
@@ -143,6 +148,7 @@ class Choice:
             service.itl = _record(service.itl, (now - self._last_at) / later, later)
             self._last_at = now
         self.output_tokens += tokens
+        self._came = True
 
     def _append(self, output: RequestOutput) -> None:
         # A token that ended the request by its id has no text.

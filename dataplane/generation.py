@@ -5,8 +5,8 @@ is sent and that an attempt nobody reads is freed in the engine at once. It neve
 does.
 
 The answer's status is sent with the first token, not before: until then a failure is still an HTTP error that
-the gateway may retry elsewhere. The first event of a choice tells the role and marks the first token, whether
-or not that token shows text yet.
+the gateway may retry elsewhere. The role comes with the first token too, so that nothing looks like a token
+before there is one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._replica.config
         accepted = self._replica.monotonic()
-        exchange = Exchange(scope, receive, send, write_timeout_s=config.write_timeout_s)
+        exchange = Exchange(scope, receive, send, timeout_s=config.client_timeout_s)
         headers = [(HEADER_REPLICA, config.replica)]
         try:
             self._admit(exchange)
@@ -137,7 +137,7 @@ async def _answer_whole(exchange: Exchange, attempt: Attempt, responder: Respond
         await _next(exchange, attempt)
         if attempt.failure is not None:
             raise _FailedError(attempt.failure)
-    choices = [(choice.read(), str(choice.finish)) for choice in attempt.choices]
+    choices = [(choice.read() or "", str(choice.finish)) for choice in attempt.choices]
     await exchange.answer(200, [*headers, JSON], responder.whole(choices, _usage(attempt)))
 
 
@@ -181,7 +181,9 @@ class _Stream:
         if choice.index not in self.opened:
             self.opened.add(choice.index)
             events += self.responder.opening(choice.index)
-        if text := choice.read():
+        text = choice.read()
+        # A token that shows nothing yet is an empty piece: whoever measures at the other end sees that it came.
+        if text or (text is not None and not answered):
             events += self.responder.text(choice.index, text)
         if answered:
             self.closed.add(choice.index)

@@ -20,6 +20,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 """ASGI 3.0: a connection's scope, its incoming events and its outgoing ones."""
 
 
+DISCARDED_BYTES = 32 * 1024 * 1024
+"""How much of a body beyond its limit is read and forgotten before the answer is sent regardless."""
+
+
 class ClientGoneError(Exception):
     """The client left, or took nothing for too long."""
 
@@ -27,10 +31,11 @@ class ClientGoneError(Exception):
 class Exchange:
     """Reads one request, writes one answer. `gone` is true once the client has left."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, write_timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, timeout_s: float) -> None:
+        """`timeout_s` bounds how long the client may take to send its body, and to take each piece of the answer."""
         self._receive = receive
         self._send = send
-        self._write_timeout_s = write_timeout_s
+        self._timeout_s = timeout_s
         self._scope = scope
         self._watcher: asyncio.Task[None] | None = None
         self._ended = False
@@ -55,21 +60,29 @@ class Exchange:
         return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._scope["headers"]}
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. Raises ApiError 413 as soon as it is known to be larger than `limit`."""
-        declared = self.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
-            raise _too_large(limit)
+        """The whole body, at most `limit` bytes of it in memory. Raises ApiError 413 for a larger one.
+
+        The rest of a body that is too large is read and forgotten, within bounds: a client that is cut off while
+        it sends never reads the answer.
+        """
         chunks = bytearray()
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                self.gone = True
-                raise ClientGoneError
-            chunks += message.get("body", b"")
-            if len(chunks) > limit:
-                raise _too_large(limit)
-            more = message.get("more_body", False)
+        seen, more = 0, True
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while more and seen <= limit + DISCARDED_BYTES:
+                    message = await self._receive()
+                    if message["type"] != "http.request":
+                        self.gone = True
+                        raise ClientGoneError
+                    piece = message.get("body", b"")
+                    seen += len(piece)
+                    if seen <= limit:
+                        chunks += piece
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(408, "the request body did not come in time", code="request_timeout") from None
+        if seen > limit:
+            raise ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
         return bytes(chunks)
 
     def watch(self, on_gone: Callable[[], None]) -> None:
@@ -116,12 +129,8 @@ class Exchange:
         if self.gone:
             raise ClientGoneError
         try:
-            async with asyncio.timeout(self._write_timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 await self._send(message)
         except (TimeoutError, OSError):
             self.gone = True
             raise ClientGoneError from None
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")

@@ -51,8 +51,8 @@ class Responder:
         self._null_usage: dict[str, Any] = {"usage": None} if show_null_usage else {}
 
     def opening(self, index: int) -> bytes:
-        """The first event of a choice: the role, or nothing yet. It says that the first token has come."""
-        return self._choice(index, {"role": "assistant", "content": ""} if self._chat else "", None)
+        """The first event of a choice, which tells the role; empty for completions, which have none."""
+        return self._choice(index, {"role": "assistant", "content": ""}, None) if self._chat else b""
 
     def text(self, index: int, text: str) -> bytes:
         """An event with new text of a choice."""

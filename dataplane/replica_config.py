@@ -46,8 +46,8 @@ class ReplicaConfig:
     """Larger request bodies are refused with 413."""
     max_sequences: int = 1024
     """Sequences in the engine at once, running or waiting; one more is refused with 503."""
-    write_timeout_s: float = 60.0
-    """A client that takes nothing for this long is gone."""
+    client_timeout_s: float = 60.0
+    """A client that takes nothing for this long is gone; one that has not sent its body by then is refused."""
     report_interval_s: float = 1.0
     drain_s: float = 5.0
     """How long running requests may go on after a request to stop."""

@@ -101,7 +101,12 @@ class Reporter:
     async def run(self) -> None:
         """Report every interval, at once when the replica's state changes, after a pause when refused."""
         while True:
-            pause = self._interval_s if await self.report() else self._pause()
+            try:
+                taken = await self.report()
+            except Exception:
+                logger.exception("a report could not be made; serving goes on")
+                taken, self.failures = False, self.failures + 1
+            pause = self._interval_s if taken else self._pause()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._replica.changed.wait(), pause)
 
@@ -156,6 +161,8 @@ class Reporter:
             self._acknowledged = sequence
             self._replica.book.acknowledge(packet)
         self._replica.journal.acknowledge(ack.usage_ids)
+        for reason in ack.refused:
+            logger.warning("the control plane set a part of report %d aside: %s", sequence, reason[:LONGEST_REASON])
         self._policy_epoch = max(self._policy_epoch, ack.policy_epoch)
         for command in ack.commands:
             self._obey(command)

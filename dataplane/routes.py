@@ -54,7 +54,7 @@ class ReplicaApp:
             await generating(scope, receive, send)
             return
         config = self._replica.config
-        exchange = Exchange(scope, receive, send, write_timeout_s=config.write_timeout_s)
+        exchange = Exchange(scope, receive, send, timeout_s=config.client_timeout_s)
         try:
             status, content_type, body = self._read(path, exchange)
             headers = [content_type]

@@ -22,6 +22,9 @@ from dataplane.routes import ReplicaApp
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 1024
+SPARE_CONNECTIONS = 256
+"""Connections beyond one for each sequence: refusals, health checks, scrapes."""
 LAST_REPORT_S = 2.0
 HTTP_STOP_S = 2.0
 
@@ -39,6 +42,9 @@ class ReplicaServer:
             interface=Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,
+            backlog=BACKLOG,
+            # Connections served at once; left alone it would be the backlog, and more streams would wait unseen.
+            backpressure=config.max_sequences + SPARE_CONNECTIONS,
             log_enabled=False,
         )
         self._transport: HttpTransport | None = None

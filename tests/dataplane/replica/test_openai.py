@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane.api_error import ApiError
@@ -265,6 +265,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.dictionaries(FIELDS, JSON, max_size=6), st.booleans())
 def test_any_json_is_either_a_call_that_fits_the_wire_or_a_shaped_error(fields: dict[str, Any], is_chat: bool) -> None:
     raw = chat(**fields) if is_chat else completion(**fields)

@@ -123,6 +123,19 @@ async def test_f12_a_client_that_leaves_frees_its_request_in_the_engine(tmp_path
         assert records[0].output_tokens == 1
 
 
+async def test_300_streams_at_once_are_all_served(tmp_path: Path) -> None:
+    """The server's own limit on connections must not be lower than the replica's on sequences."""
+    config = make_config(tmp_path, scripted(emit=1, finish=False))
+    async with serving(config) as (replica, client):
+        streams = await asyncio.gather(*(client.chat(stream=True) for _ in range(300)))
+        assert replica.core.in_flight == 300
+        async with client.get("/healthz") as answer:
+            assert answer.status == 200
+        for stream in streams:
+            stream.close()
+        await until(lambda: replica.core.in_flight == 0, "every request is freed")
+
+
 async def test_f37_streams_opened_and_left_by_the_hundred_leave_nothing_behind(tmp_path: Path) -> None:
     config = make_config(tmp_path, scripted(emit=1, finish=False))
     async with serving(config) as (replica, client):
@@ -141,7 +154,7 @@ async def test_f37_streams_opened_and_left_by_the_hundred_leave_nothing_behind(t
 
 
 async def test_a_client_that_takes_nothing_delays_nobody_and_is_given_up(tmp_path: Path) -> None:
-    config = make_config(tmp_path, scripted(emit=3, finish=False), write_timeout_s=0.5)
+    config = make_config(tmp_path, scripted(emit=3, finish=False), client_timeout_s=0.5)
     body = json.dumps({"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "x"}]}).encode()
     requests = [{"type": "http.request", "body": body}]
     blocked = asyncio.Event()
@@ -264,6 +277,23 @@ async def test_f40_a_character_of_several_tokens_is_never_split(tmp_path: Path) 
         assert not any("\ufffd" in piece for piece in pieces)
         async with client.chat() as answer:
             assert json.loads(await answer.read())["choices"][0]["message"]["content"] == text
+
+
+async def test_f25_a_first_token_without_text_is_told_as_an_empty_piece(tmp_path: Path) -> None:
+    """So the gateway's first-any time is the token's, and its first-visible time the text's."""
+    first = smollm2_tokenizer().encode("🦜")[0]
+    async with serving(make_config(tmp_path, scripted(emit=[first], finish=False))) as (_, client):
+        for path, request in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/completions", {"prompt": "x"}),
+        ):
+            async with client.post(path, {"model": MODEL, "stream": True, **request}) as stream:
+                seen = b""
+                while not seen.endswith(b"\n\n"):
+                    seen += await stream.content.readany()
+            choice = sse(seen.decode())[-1]["choices"][0]
+            assert (choice.get("text") == "") or (choice.get("delta") == {"content": ""})
+            assert choice["finish_reason"] is None
 
 
 async def test_f28_counters_only_grow_across_a_core_restart(tmp_path: Path) -> None:
