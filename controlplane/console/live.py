@@ -77,6 +77,10 @@ class _Topic:
     failing_since: float | None = None
     watchers: set[Watcher] = field(default_factory=set)
 
+    def is_fresh(self, at_most_s: float) -> bool:
+        """Whether there is a snapshot not older than that."""
+        return self.snapshot is not None and time.monotonic() - self.snapshot.at <= at_most_s
+
 
 class Watcher:
     """One open page's slot. Only its own stream awaits it."""
@@ -86,8 +90,8 @@ class Watcher:
         self._changed = asyncio.Event()
         self._seen = 0
         self._closed = False
-        if topic.snapshot is not None:
-            self._changed.set()
+        if topic.is_fresh(LONGEST_S):
+            self._changed.set()  # an older one waits to be replaced: nobody is shown figures of an hour ago first
 
     def wake(self) -> None:
         self._changed.set()
@@ -158,7 +162,7 @@ class Broadcaster:
         """The newest snapshot of a window, computed now unless one is at most two seconds old."""
         topic = self._topics[window_s]
         async with self._computing:
-            if topic.snapshot is None or time.monotonic() - topic.snapshot.at > LONGEST_S:
+            if not topic.is_fresh(LONGEST_S):
                 await self._refresh(window_s, topic)
             assert topic.snapshot is not None
             return topic.snapshot
@@ -191,7 +195,7 @@ class Broadcaster:
             self._news.clear()
             started = time.monotonic()
             for window_s, topic in self._topics.items():
-                if topic.watchers and (topic.snapshot is None or started - topic.snapshot.at >= SHORTEST_S):
+                if topic.watchers and not topic.is_fresh(SHORTEST_S / 2):
                     async with self._computing:
                         await self._refresh(window_s, topic)
             await asyncio.sleep(max(0.0, started + SHORTEST_S - time.monotonic()))

@@ -1,18 +1,16 @@
-"""What the Overview and Replicas templates show, built from the telemetry and fleet services' answers.
+"""What the Overview's templates show, built from the telemetry service's answer.
 
-Layer: service. Pure: an `Overview` or `ReplicaView` goes in, texts and tones come out. Gateway-side and
+Layer: service. Pure: an `Overview` goes in, texts and tones come out. Gateway-side and
 engine-side latencies stay in rows of their own; nothing here averages, fills gaps or invents a figure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from controlplane.console import presenters
 from controlplane.console.presenters import Figure, QuantileRow
 from controlplane.console.sparkline import Sparkline, sparkline
-from controlplane.evidence import Evidence, EvidenceKind
-from controlplane.fleet.schemas import ReplicaView
 from controlplane.telemetry.schemas import Figures, Overview, Quantiles, ScopedFigures, Series
 from dataplane.protocol import WINDOW_SECONDS, ReplicaState
 
@@ -115,15 +113,15 @@ def overview_page(overview: Overview) -> OverviewPage:
         stats=_stats(total, overview.series, window),
         outcomes=_outcomes(total),
         ttft=(
-            _gateway("Gateway, first token", total.ttft, "From acceptance by the gateway, queue included."),
-            _gateway("Gateway, first visible", total.ttft_visible, "The first token that carries text to show."),
-            _engine("Engine", total.engine_ttft, "From arrival at the replica."),
+            gateway_row("Gateway, first token", total.ttft, "From acceptance by the gateway, queue included."),
+            gateway_row("Gateway, first visible", total.ttft_visible, "The first token that carries text to show."),
+            engine_row("Engine", total.engine_ttft, "From arrival at the replica."),
         ),
         tpot=(
-            _gateway("Gateway", total.tpot, "(last − first) ÷ (tokens − 1) of each request, as relayed."),
-            _engine("Engine", total.engine_tpot, "The same quotient, as the engine produced it."),
+            gateway_row("Gateway", total.tpot, "(last − first) ÷ (tokens − 1) of each request, as relayed."),
+            engine_row("Engine", total.engine_tpot, "The same quotient, as the engine produced it."),
         ),
-        e2e=(_gateway("Gateway", total.e2e, "From acceptance to the last byte."),),
+        e2e=(gateway_row("Gateway", total.e2e, "From acceptance to the last byte."),),
         bucket_error=presenters.bucket_error(total.ttft, total.tpot, total.e2e, total.engine_ttft, total.engine_tpot),
         covered=_covered(total, overview.window_s),
         replicas=tuple(_scope(row) for row in overview.by_replica),
@@ -137,11 +135,13 @@ def _covered(total: Figures, window_s: int) -> str:
     return presenters.age(covered_s) if covered_s is not None and covered_s < window_s - WINDOW_SECONDS else ""
 
 
-def _gateway(label: str, quantiles: Quantiles, hint: str) -> QuantileRow:
+def gateway_row(label: str, quantiles: Quantiles, hint: str = "") -> QuantileRow:
+    """As the gateways saw it."""
     return presenters.quantile_row(label, quantiles, side="gateway", hint=hint)
 
 
-def _engine(label: str, quantiles: Quantiles, hint: str) -> QuantileRow:
+def engine_row(label: str, quantiles: Quantiles, hint: str = "") -> QuantileRow:
+    """As the engines saw it."""
     return presenters.quantile_row(label, quantiles, side="engine", hint=hint)
 
 
@@ -212,10 +212,10 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         requests=presenters.rate(figures.request_rate),
         prompt=presenters.rate(figures.prompt_rate, "tok/s"),
         output=presenters.rate(figures.output_rate, "tok/s"),
-        ttft=_gateway("TTFT", figures.ttft, ""),
-        tpot=_gateway("TPOT", figures.tpot, ""),
-        engine_ttft=_engine("TTFT", figures.engine_ttft, ""),
-        engine_tpot=_engine("TPOT", figures.engine_tpot, ""),
+        ttft=gateway_row("TTFT", figures.ttft),
+        tpot=gateway_row("TPOT", figures.tpot),
+        engine_ttft=engine_row("TTFT", figures.engine_ttft),
+        engine_tpot=engine_row("TPOT", figures.engine_tpot),
         hit=presenters.percent(figures.prefix_hit),
         engine_hit=presenters.percent(figures.engine_prefix_hit),
         kv_used=presenters.percent(figures.kv_used),
@@ -226,94 +226,4 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         refused=_counted(figures, sum(figures.refused.values())),
         failed=_counted(figures, sum(figures.failed.values())),
         cancelled=_counted(figures, figures.cancelled),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaCard:
-    """One replica as the Replicas page shows it. `facts` are configured, the figures observed."""
-
-    replica: str
-    pool: str
-    model: str
-    url: str
-    runs_on: str
-    tone: Tone
-    reason: str
-    since: float
-    age: str
-    restarts: int
-    boot_epoch: int
-    core_epoch: int
-    policy_epoch: int
-    started_at: float | None
-    running: Figure
-    waiting: Figure
-    kv: Figure
-    kv_text: str
-    latencies: tuple[tuple[str, QuantileRow], ...]
-    facts: tuple[tuple[str, str], ...] = field(default=())
-
-
-def replica_card(view: ReplicaView, scoped: ScopedFigures | None) -> ReplicaCard:
-    """`scoped` holds the replica's figures over the default window, None when it reported nothing in it."""
-    gauges = view.gauges
-    used = None
-    if gauges is not None and gauges.blocks_total:
-        used = _observed(gauges.blocks_used / gauges.blocks_total, "ratio")
-    return ReplicaCard(
-        replica=view.replica,
-        pool=view.pool,
-        model=view.model,
-        url=view.url,
-        runs_on=f"{view.ready.device}, {view.ready.attention_backend or 'no'} attention" if view.ready else "",
-        tone=tone(view.state),
-        reason=view.state_reason,
-        since=view.state_since,
-        age=presenters.age(view.age_s),
-        restarts=view.core_restarts,
-        boot_epoch=view.boot_epoch,
-        core_epoch=view.core_epoch,
-        policy_epoch=view.policy_epoch,
-        started_at=view.started_at,
-        running=presenters.whole(_observed(gauges.running, "requests") if gauges else None),
-        waiting=presenters.whole(_observed(gauges.waiting, "requests") if gauges else None),
-        kv=presenters.percent(used),
-        kv_text=f"{presenters.count(gauges.blocks_used)} of {presenters.count(gauges.blocks_total)} blocks"
-        if gauges is not None and gauges.blocks_total
-        else presenters.NONE,
-        latencies=_latencies(scoped.figures) if scoped else (),
-        facts=_facts(view),
-    )
-
-
-def _latencies(figures: Figures) -> tuple[tuple[str, QuantileRow], ...]:
-    """Both sides beside each other."""
-    return (
-        ("TTFT engine", _engine("TTFT", figures.engine_ttft, "")),
-        ("TTFT gateway", _gateway("TTFT", figures.ttft, "")),
-        ("TPOT engine", _engine("TPOT", figures.engine_tpot, "")),
-        ("TPOT gateway", _gateway("TPOT", figures.tpot, "")),
-    )
-
-
-def _observed(value: float, unit: str) -> Evidence:
-    return Evidence(value=value, unit=unit, kind=EvidenceKind.OBSERVED, source="report")
-
-
-def _facts(view: ReplicaView) -> tuple[tuple[str, str], ...]:
-    ready = view.ready
-    if ready is None:
-        return ()
-    return (
-        ("Device", ready.device),
-        ("Attention", ready.attention_backend or presenters.NONE),
-        ("Context", f"{presenters.count(ready.max_model_len)} tokens"),
-        (
-            "KV pool",
-            f"{presenters.count(ready.total_blocks)} × {ready.block_size} tokens",
-        ),
-        ("KV memory", presenters.size(ready.kv_bytes)),
-        ("Weights", presenters.size(ready.weight_bytes)),
-        ("Loaded in", f"{presenters.number(ready.load_seconds)} s"),
     )

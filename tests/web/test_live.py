@@ -200,3 +200,37 @@ async def test_redis_away_is_noticed() -> None:
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await nowhere.aclose()
+
+
+async def test_reports_every_moment_are_shown_about_once_a_second() -> None:
+    source = Source()
+    broadcaster = a_broadcaster(source)
+    running = asyncio.create_task(broadcaster.run())
+    loop = asyncio.get_running_loop()
+    with broadcaster.watch(60) as watcher:
+        await watcher.next()
+        times = []
+        for _ in range(2):
+            waiting = asyncio.create_task(watcher.next())
+            while not waiting.done():
+                broadcaster.wake()
+                await asyncio.sleep(0.02)
+            times.append(loop.time())
+    assert times[1] - times[0] >= 0.9  # never more often, whatever comes in
+    assert len(source.asked) == 3
+    running.cancel()
+
+
+async def test_a_stream_opened_long_after_the_last_starts_with_figures_of_now() -> None:
+    source = Source()
+    broadcaster = a_broadcaster(source)
+    topic = broadcaster._topics[60]
+    await broadcaster.snapshot(60)
+    assert topic.snapshot is not None
+    object.__setattr__(topic.snapshot, "at", topic.snapshot.at - 3600)
+    with broadcaster.watch(60) as watcher:
+        waiting = asyncio.create_task(watcher.next())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await broadcaster._refresh(60, topic)
+        assert b"event: status" in (await waiting or b"")

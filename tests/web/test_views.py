@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from controlplane.console import regions, views
+from controlplane.console.replica_card import replica_card
 from controlplane.console.sparkline import sparkline
 from controlplane.console.templates import Templates
 from controlplane.fleet.schemas import ReplicaView
@@ -61,11 +62,11 @@ def test_a_replica_card_shows_blocks_and_both_sides() -> None:
         ready=None, gauges=gauges,
     )  # fmt: skip
     figures = msgspec.structs.replace(EMPTY, ttft=quantiles(10, 0.2, 0.4, 0.6), engine_ttft=quantiles(9, 0.1, 0.3, 0.5))
-    card = views.replica_card(view, ScopedFigures(key="r0", label="r0", state="ready", figures=figures))
+    card = replica_card(view, ScopedFigures(key="r0", label="r0", state="ready", figures=figures))
     assert (str(card.kv), card.kv_text, card.restarts) == ("25 %", "50 of 200 blocks", 3)
     latencies = {label: str(row.p95) for label, row in card.latencies}
     assert (latencies["TTFT engine"], latencies["TTFT gateway"]) == ("300 ms", "400 ms")
-    silent = views.replica_card(msgspec.structs.replace(view, gauges=None), None)
+    silent = replica_card(msgspec.structs.replace(view, gauges=None), None)
     assert (silent.kv.text, silent.running.text, silent.latencies) == ("—", "—", ())
 
 

@@ -12,7 +12,8 @@ from controlplane.accounts.schemas import Principal
 from controlplane.component import Resources
 from controlplane.console.pages import AnyRequest, Console, wants_fragment
 from controlplane.console.presenters import window_label
-from controlplane.console.views import DEFAULT_WINDOW, replica_card
+from controlplane.console.replica_card import replica_card
+from controlplane.console.views import DEFAULT_WINDOW
 from controlplane.fleet.service import list_replicas
 
 
