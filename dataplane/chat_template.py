@@ -44,7 +44,7 @@ class ChatTemplate:
             text = self._template.render(messages=messages, **{**self._tokens, **variables})
         except TemplateRefusalError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except Exception as error:  # a template is foreign code: whatever it raises is about these messages
             raise RequestError(f"the chat template fails on these messages: {error}", param="messages") from error
         if len(text) > MAX_RENDERED:
             raise RequestError("the messages make too long a prompt", "context_length_exceeded", "messages")

@@ -54,6 +54,7 @@ class EngineCore:
         self._scheduler = Scheduler(config.scheduler, self._kv, eos_token_ids=shape.eos_token_ids)
         self._runtime = RuntimeCounters(step_time=Histogram())
         self._seeds = random.Random(config.seed or None)  # noqa: S311 - sampling is no secret
+        self._failed = False
         self._step_ended = clock()
         self.ready = CoreReady(
             boot_epoch=config.boot_epoch,
@@ -94,9 +95,16 @@ class EngineCore:
         return self._scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it produced. Without work it does nothing."""
+        """Run one step; what it produced. Without work it does nothing.
+
+        A step that raises leaves blocks that are announced and not written: the core must not go on, and every
+        later step raises IntegrityError.
+        """
+        if self._failed:
+            raise IntegrityError("an earlier step of this core failed; it cannot go on")
         if not self._scheduler.has_work():
             return []
+        self._failed = True
         started = self._clock()
         plan = self._scheduler.plan(started)
         planned = self._clock()
@@ -104,6 +112,7 @@ class EngineCore:
         executed = self._clock()
         outputs = self._scheduler.commit(plan, result, executed)
         self._count(plan, result, started, planned, executed)
+        self._failed = False
         return outputs
 
     def stats(self) -> CoreStats:

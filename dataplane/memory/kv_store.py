@@ -6,6 +6,8 @@ is only touched when first written, so a large pool costs address space, not RAM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +34,11 @@ class KVStore:
         flat = (self.kv_heads, self.num_blocks * self.block_size, self.head_dim)
         self.keys[layer].view(flat).index_copy_(1, slots, k.transpose(0, 1))
         self.values[layer].view(flat).index_copy_(1, slots, v.transpose(0, 1))
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero `blocks` in every layer."""
+        for tensor in (*self.keys, *self.values):
+            tensor[:, list(blocks)] = 0.0
 
     def gather(self, layer: int, blocks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `rows` tables, flattened in `blocks` [rows · n] → [rows, H_k, n · block_size, d]."""

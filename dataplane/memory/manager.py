@@ -93,21 +93,24 @@ class KVManager:
         self._cache_full(request, table, computed + tokens)
         return [block.block_id for block in taken]
 
-    def free(self, request: Request) -> int:
-        """Take every block from a request; cached ones stay findable until they are taken. Returns how many."""
+    def free(self, request: Request) -> None:
+        """Take every block from a request; cached ones stay findable until they are taken."""
         table = self._tables.pop(request.request_id, None)
-        if table is None:
-            return 0
-        self.pool.release(table.blocks)
-        return len(table.blocks)
+        if table is not None:
+            self.pool.release(table.blocks)
 
-    def discard(self, request: Request) -> int:
-        """Like `free`, but what this request alone holds is not to be found again: its KV is not to be trusted."""
+    def discard(self, request: Request) -> list[int]:
+        """Like `free`, but what this request alone holds is not to be found again: its KV is not to be trusted.
+
+        Returns those blocks' ids; they must be cleared before anyone reads them, since a NaN survives a mask.
+        """
         table = self._tables.get(request.request_id)
-        for block in table.blocks if table else ():
-            if block.refs == 1 and block.key is not None:
+        alone = [block for block in table.blocks if block.refs == 1] if table else []
+        for block in alone:
+            if block.key is not None:
                 self.pool.forget(block)
-        return self.free(request)
+        self.free(request)
+        return [block.block_id for block in alone]
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; False while any block is held."""

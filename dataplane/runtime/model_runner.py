@@ -60,6 +60,8 @@ class ModelRunner:
         """Run one step."""
         started = self._clock()
         self.batch.update(plan)
+        if plan.scrub:
+            self.store.clear(plan.scrub)
         if not plan.tokens:
             return DoneHandle(StepResult({}))
         step = self.batch.gather(plan)

@@ -44,6 +44,7 @@ class Plan:
     """One step: who runs, with how many tokens (`tokens`), who yields a token (`samples`), who is dropped.
 
     The order of `tokens` is the order of scheduling. `prefill_tokens` are those that are not decode.
+    `scrub` names blocks to be cleared before the step: what they hold is not to be trusted.
     `pairs` and `context` size the attention of the step: (query, key) pairs, and keys read.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     new: tuple[NewRequest, ...] = ()
     running: tuple[RunningRequest, ...] = ()
     dropped: tuple[str, ...] = ()
+    scrub: tuple[int, ...] = ()
     prefill_tokens: int = 0
     pairs: int = 0
     context: int = 0

@@ -65,6 +65,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._dropped: list[str] = []
+        self._scrub: list[int] = []
         self._admissions = 0
         self._watermark = math.ceil(config.watermark * kv.pool.usable)
 
@@ -114,6 +115,7 @@ class Scheduler:
         self.counters.token_budget += self.config.max_num_batched_tokens
         self.counters.tokens_scheduled += self.config.max_num_batched_tokens - draft.budget
         dropped, self._dropped = self._dropped, []
+        scrub, self._scrub = self._scrub, []
         return Plan(
             step=self.counters.steps,
             tokens=draft.tokens,
@@ -121,6 +123,7 @@ class Scheduler:
             new=tuple(draft.new),
             running=tuple(draft.running),
             dropped=tuple(dropped),
+            scrub=tuple(scrub),
             prefill_tokens=draft.prefill,
             pairs=draft.pairs,
             context=draft.context,
@@ -279,7 +282,7 @@ class Scheduler:
             self.running.remove(request)
             self._dropped.append(request.request_id)
             if state is RequestState.FINISHED_ERROR:
-                self.kv.discard(request)
+                self._scrub += self.kv.discard(request)
             else:
                 self.kv.free(request)
         else:

@@ -288,7 +288,7 @@ def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_unless_shared()
     start(manager, good)
     bad = make_request("1", COMMON)
     start(manager, bad)
-    manager.discard(bad)
+    assert manager.discard(bad) == [3, 4]
     assert len(manager.match(make_request("2", [*COMMON, 5]))) == 1
     manager.check_integrity()
 

@@ -202,6 +202,8 @@ def test_an_executor_error_ends_the_request_and_forgets_its_blocks() -> None:
     assert (output.finish, output.error, output.token_ids) == (FinishReason.ERROR, "not a number", [])
     assert scheduler.kv.match(make_request("again", range(9))) == []
     scheduler.check_integrity()
+    assert scheduler.plan(2.0).scrub == (1, 2, 3)
+    assert scheduler.plan(3.0).scrub == ()
 
 
 def test_requests_of_one_step_share_what_it_computes() -> None:

@@ -1,0 +1,91 @@
+"""Configuration is resolved before anything is built, or refused in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane import config
+from dataplane.config import ConfigError, EngineConfig, find_model
+from tests.factories.models import tiny_config, write_gguf, write_safetensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_safetensors(tmp_path_factory.mktemp("tiny-model"), tiny_config())
+
+
+def test_the_packaged_model_resolves_to_values() -> None:
+    resolved = EngineConfig.resolve("smollm2")
+    assert resolved.model.name == "smollm2-135m-instruct"
+    assert resolved.model.max_model_len == 8192
+    assert resolved.model.shape.kv_bytes_per_token == 46_080
+    assert resolved.cache.num_blocks <= 2048
+    assert resolved.threads >= 1
+    assert (resolved.device, resolved.dtype) == ("cpu", "float32")
+
+
+def test_files_and_folders_name_themselves(folder: Path, tmp_path: Path) -> None:
+    assert EngineConfig.resolve(folder).model.name == folder.name
+    file = write_gguf(tmp_path / "My-Model.gguf", tiny_config())
+    assert EngineConfig.resolve(str(file)).model.name == "my-model"
+    assert EngineConfig.resolve(file, name="served").model.name == "served"
+
+
+def test_a_small_pool_shortens_the_context(folder: Path) -> None:
+    assert EngineConfig.resolve(folder, num_blocks=11).model.max_model_len == 160
+    assert EngineConfig.resolve(folder, num_blocks=11, block_size=4).model.max_model_len == 40
+
+
+def test_the_pool_follows_the_memory_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = EngineConfig.resolve(folder).model.shape
+    block = shape.kv_bytes_per_token * 16
+    monkeypatch.setattr(config, "available_memory", lambda: shape.weight_bytes + 4 * 40 * block + block)
+    assert EngineConfig.resolve(folder).cache.num_blocks == 40
+    with pytest.raises(ConfigError, match=r"too little memory: .* room for 40 KV blocks where 41 are needed"):
+        EngineConfig.resolve(folder, max_model_len=640)
+    monkeypatch.setattr(config, "available_memory", lambda: shape.weight_bytes // 2)
+    with pytest.raises(ConfigError, match="too little memory"):
+        EngineConfig.resolve(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_model_len": 513}, "max_model_len must be between 2 and the model's context of 512"),
+        ({"max_model_len": 1}, "max_model_len must be between 2"),
+        ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"num_blocks": 4, "max_model_len": 64}, "holds 48 tokens, fewer than one request of max_model_len 64"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be between 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
+        ({"long_prefill_threshold": -1}, "long_prefill_threshold must not be negative"),
+        ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
+        ({"max_waiting": 0}, "max_waiting must be at least 1"),
+        ({"device": "tpu"}, "device 'tpu' is not supported"),
+        ({"dtype": "float8"}, "dtype 'float8' is not supported"),
+        ({"threads": -1}, "threads must be at least 1"),
+        ({"no_such_option": 1}, "unknown engine option: no_such_option"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(folder: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        EngineConfig.resolve(folder, **options)
+
+
+def test_models_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"there is no model at .*nowhere"):
+        EngineConfig.resolve(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        EngineConfig.resolve(tmp_path)
+    monkeypatch.setattr(config, "PACKAGED", {"absent": ("no_such_package", "absent")})
+    with pytest.raises(ConfigError, match="needs the package no-such-package, which is not installed"):
+        find_model("absent")
+
+
+def test_a_configuration_is_frozen(folder: Path) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig.resolve(folder).threads = 9  # type: ignore[misc]  # that is the point
