@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_a_second_replica_with_the_same_name_is_refused(tmp_path: Path) -> None:
         status, text = run("serve", "--home", str(tmp_path), "--port", "0")
         assert status == 1
         assert "another replica named replica-0 is running" in text
-        assert first.stop() == 0
+        assert first.stop(signal.SIGINT) == 0, "Ctrl-C while the model loads is an orderly end"
 
 
 def test_generate_prints_an_answer() -> None:

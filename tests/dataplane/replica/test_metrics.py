@@ -21,7 +21,9 @@ TTFT = "tidegate_engine_time_to_first_token_seconds"
 
 @pytest.fixture(scope="module")
 def replica(tmp_path_factory: pytest.TempPathFactory) -> Replica:
-    return Replica(make_config(tmp_path_factory.mktemp("home"), scripted()), smollm2_tokenizer())
+    """Its clock stands still: all is counted in one window."""
+    config = make_config(tmp_path_factory.mktemp("home"), scripted())
+    return Replica(config, smollm2_tokenizer(), wall=lambda: 1_700_000_000.0)
 
 
 def scrape(replica: Replica) -> str:

@@ -29,6 +29,7 @@ from dataplane.protocol import (
     UsageBasis,
 )
 from dataplane.replica import Replica
+from dataplane.server import ReplicaServer
 from tests.dataplane.replica.harness import AUTH, MODEL, make_config, scripted, serving, smollm2_tokenizer, sse, until
 
 
@@ -336,6 +337,13 @@ async def test_f32_metrics_need_their_token(tmp_path: Path, settings: dict[str, 
         assert answer.status == status
         if status == 200:
             assert 'tidegate_engine_state{state="ready"} 1.0' in await answer.text()
+
+
+async def test_a_core_that_can_never_work_ends_the_replica_with_its_reason(tmp_path: Path) -> None:
+    replica = Replica(make_config(tmp_path, scripted(mode="config")), smollm2_tokenizer())
+    async with asyncio.timeout(60):
+        assert await ReplicaServer(replica).run(signals=()) is False
+    assert replica.core.reason == "there is no model at /nowhere"
 
 
 async def test_too_many_sequences_are_refused_not_queued(tmp_path: Path) -> None:

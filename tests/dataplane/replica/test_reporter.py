@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from controlplane.telemetry import validation
 from dataplane.ports import free_port
 from dataplane.protocol import Command, ReplicaState, Report, ReportAck, UsageBasis, UsageRecord, encode
 from dataplane.replica import Replica
@@ -41,6 +42,11 @@ class ControlPlane:
         self.tokens.add(request.headers["authorization"])
         report = msgspec.msgpack.decode(await request.read(), type=Report)
         self.reports.append(report)
+        validation.check_report(report)
+        for window in report.windows:
+            validation.check_window(window, report.sent_at)
+        for item in report.usage:
+            validation.check_usage(item, report.replica)
         answer = self.answer(report)
         if answer == 503:
             return web.Response(status=503)

@@ -20,7 +20,7 @@ def record(name: str) -> UsageRecord:
         key_id="key",
         pool="pool",
         model="model",
-        replica="replica",
+        replica="replica-7",
         started_at=1.0,
         finished_at=2.0,
         finish="stop",
