@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, delete, func, insert, select, text, update
+from sqlalchemy import ColumnElement, func, insert, select, text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -197,30 +197,34 @@ async def pools(session: AsyncSession) -> list[PoolRoute]:
     return [PoolRoute(name=row.name, model=row.model, backend=row.backend, created_at=row.created_at) for row in rows]
 
 
-async def delete_events(session: AsyncSession, older_than_s: float, limit: int) -> int:
-    """Delete at most `limit` events older than `older_than_s`; returns how many."""
-    old = (
-        select(ReplicaEvent.id)
-        .where(ReplicaEvent.at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, older_than_s))
-        .order_by(ReplicaEvent.id)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    )
-    gone = await session.scalars(delete(ReplicaEvent).where(ReplicaEvent.id.in_(old)).returning(ReplicaEvent.id))
+# The CTEs are materialised because a plain sub-query with a LIMIT may be run again per row, and lock ever more.
+_DELETE_EVENTS = text(
+    """
+WITH old AS MATERIALIZED (
+  SELECT id FROM replica_events WHERE at < now() - make_interval(secs => :age_s)
+  ORDER BY id LIMIT :most FOR UPDATE SKIP LOCKED
+)
+DELETE FROM replica_events AS e USING old WHERE e.id = old.id RETURNING e.id
+"""
+)
+_DELETE_LOST = text(
+    """
+WITH old AS MATERIALIZED (
+  SELECT id FROM replicas WHERE state = 'lost' AND state_since < now() - make_interval(secs => :age_s)
+  ORDER BY id LIMIT :most FOR UPDATE SKIP LOCKED
+)
+DELETE FROM replicas AS r USING old WHERE r.id = old.id RETURNING r.id
+"""
+)
+
+
+async def delete_events(session: AsyncSession, older_than_s: float, most: int) -> int:
+    """Delete at most `most` events older than `older_than_s`; returns how many went."""
+    gone = await session.scalars(_DELETE_EVENTS, {"age_s": older_than_s, "most": most})
     return len(gone.all())
 
 
-async def delete_lost(session: AsyncSession, older_than_s: float, limit: int) -> int:
-    """Delete at most `limit` replicas LOST for longer than `older_than_s`, with their events; returns how many."""
-    old = (
-        select(Replica.id)
-        .where(
-            Replica.state == ReplicaState.LOST.value,
-            Replica.state_since < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, older_than_s),
-        )
-        .order_by(Replica.id)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    )
-    gone = await session.scalars(delete(Replica).where(Replica.id.in_(old)).returning(Replica.id))
+async def delete_lost(session: AsyncSession, older_than_s: float, most: int) -> int:
+    """Delete at most `most` replicas LOST for longer than `older_than_s`, with their events; returns how many went."""
+    gone = await session.scalars(_DELETE_LOST, {"age_s": older_than_s, "most": most})
     return len(gone.all())

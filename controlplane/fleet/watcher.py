@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.db import transaction
 from controlplane.fleet import repository, service
 from controlplane.fleet.liveness import Limits
+from controlplane.outage import away
 
 log = logging.getLogger("tidegate.fleet")
 
@@ -32,7 +32,7 @@ class Watcher:
         self._listening_since: float | None = None
 
     async def look(self) -> float:
-        """Conclude STALE and LOST as of now; returns seconds until the next look. Raises SQLAlchemyError."""
+        """Conclude STALE and LOST as of now; returns seconds until the next look. Raises what the driver raises."""
         async with transaction(self._engine) as session:
             now = await repository.database_clock(session)
             if self._listening_since is None:
@@ -49,9 +49,11 @@ class Watcher:
         while True:
             try:
                 pause_s = await self.look() + AFTER_DEADLINE_S
-            except (SQLAlchemyError, OSError, TimeoutError) as error:
-                log.warning("replicas could not be looked at: %s", type(error).__name__)
+            except Exception as error:
                 self.deafen()
+                if away(error) is None:
+                    raise
+                log.warning("replicas could not be looked at: %s", type(error).__name__)
                 pause_s = self._limits.stale_after_s
             due = loop.time() + pause_s
             await asyncio.sleep(pause_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Select, delete, func, select, text, tuple_
+from sqlalchemy import Select, func, select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -118,16 +118,19 @@ async def estimated_rows(session: AsyncSession) -> int:
     return int(await session.scalar(query) or 0)
 
 
+# Materialised, because a plain sub-query with a LIMIT may be run again per row, and lock ever more.
+_DELETE_REFUSED = text(
+    """
+WITH old AS MATERIALIZED (
+  SELECT digest FROM usage_refused WHERE refused_at < now() - make_interval(secs => :age_s)
+  ORDER BY digest LIMIT :most FOR UPDATE SKIP LOCKED
+)
+DELETE FROM usage_refused AS u USING old WHERE u.digest = old.digest RETURNING u.digest
+"""
+)
+
+
 async def delete_refused(session: AsyncSession, older_than_s: float, most: int) -> int:
     """Delete at most `most` refused records older than `older_than_s`; returns how many went."""
-    old = (
-        select(RefusedUsage.digest)
-        .where(RefusedUsage.refused_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, older_than_s))
-        .order_by(RefusedUsage.refused_at)
-        .limit(most)
-        .with_for_update(skip_locked=True)
-    )
-    gone = await session.scalars(
-        delete(RefusedUsage).where(RefusedUsage.digest.in_(old)).returning(RefusedUsage.digest)
-    )
+    gone = await session.scalars(_DELETE_REFUSED, {"age_s": older_than_s, "most": most})
     return len(gone.all())

@@ -7,9 +7,11 @@ Layer: service. Prometheus metrics of one process in its own registry. Label val
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from controlplane.telemetry.labels import KnownLabels
 from controlplane.telemetry.taskstats import OUTCOMES, TaskCount
@@ -69,19 +71,8 @@ class IntakeMetrics:
         self.ledger_rows = Gauge(
             "tidegate_ledger_rows_estimate", "Rows of the ledger by the planner's statistics", registry=registry
         )
-        self.loads_published = Gauge(
-            "tidegate_loads_published", "Replica loads published to gateways by this process", registry=registry
-        )
-        self.load_failures = Gauge(
-            "tidegate_load_publish_failures", "Publications given up because Redis was away", registry=registry
-        )
-
-        self.task_runs = Gauge(
-            "tidegate_task_runs", "Runs of background jobs over all workers", ["task", "outcome"], registry=registry
-        )
-        self.task_seconds = Gauge(
-            "tidegate_task_seconds", "Seconds spent in background jobs over all workers", ["task"], registry=registry
-        )
+        self.shown = ShownCounters()
+        registry.register(self.shown)
 
     def count_usage(self, records: Iterable[UsageRecord]) -> None:
         """Count attempts that are new in the ledger."""
@@ -96,9 +87,36 @@ class IntakeMetrics:
         for state, number in counts.items():
             self.replicas.labels(state.value).set(number)
 
-    def show_tasks(self, counts: Iterable[TaskCount]) -> None:
-        """Runs are counted in Redis by the workers and only shown here, so they never fall."""
-        for count in counts:
+
+class ShownCounters(Collector):
+    """Counters kept elsewhere (by the workers in Redis, by the publisher) and only shown here, so they never fall."""
+
+    def __init__(self) -> None:
+        self.tasks: list[TaskCount] = []
+        self.loads_published = 0
+        self.load_failures = 0
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The families as of the last look."""
+        runs = CounterMetricFamily(
+            "tidegate_task_runs", "Runs of background jobs over all workers", labels=["task", "outcome"]
+        )
+        seconds = CounterMetricFamily(
+            "tidegate_task_seconds", "Seconds spent in background jobs over all workers", labels=["task"]
+        )
+        for count in self.tasks:
             for outcome in OUTCOMES:
-                self.task_runs.labels(count.task, outcome).set(getattr(count, outcome))
-            self.task_seconds.labels(count.task).set(count.seconds)
+                runs.add_metric([count.task, outcome], getattr(count, outcome))
+            seconds.add_metric([count.task], count.seconds)
+        yield runs
+        yield seconds
+        yield CounterMetricFamily(
+            "tidegate_loads_published",
+            "Replica loads published to gateways by this process",
+            value=self.loads_published,
+        )
+        yield CounterMetricFamily(
+            "tidegate_load_publish_failures",
+            "Publications given up because Redis was away",
+            value=self.load_failures,
+        )

@@ -1,7 +1,8 @@
 """Queries of telemetry windows, reporting gateways and roll-up claims.
 
 Layer: service. SQL only. Everything that locks several rows does so in key order, and claims come last in a
-transaction, so that any number of control planes and workers can run at once without deadlock (F39).
+transaction, so that any number of control planes and workers can run at once without deadlock (F39). A bounded
+set of rows to lock stands in a materialised CTE: as a plain sub-query the planner may run it again and again.
 """
 
 from __future__ import annotations
@@ -162,13 +163,14 @@ class Claim(NamedTuple):
 
 _CLAIM = text(
     """
-UPDATE rollup_claims AS c
-SET holder = :holder, fence = c.fence + 1, expires_at = now() + make_interval(secs => :ttl_s)
-FROM (
+WITH due AS MATERIALIZED (
   SELECT job, window_start FROM rollup_claims
   WHERE job = :job AND touched > done AND window_start <= :latest AND (holder IS NULL OR expires_at < now())
   ORDER BY job, window_start LIMIT :most FOR UPDATE SKIP LOCKED
-) AS due
+)
+UPDATE rollup_claims AS c
+SET holder = :holder, fence = c.fence + 1, expires_at = now() + make_interval(secs => :ttl_s)
+FROM due
 WHERE c.job = due.job AND c.window_start = due.window_start
 RETURNING c.job, c.window_start, c.fence, c.touched
 """
@@ -208,20 +210,21 @@ async def oldest_due(session: AsyncSession, job: str) -> int | None:
 
 _DELETE_WINDOWS = text(
     """
-DELETE FROM telemetry_windows WHERE ctid = ANY (ARRAY(
+WITH old AS MATERIALIZED (
   SELECT ctid FROM telemetry_windows WHERE resolution = :resolution AND start < :before
   ORDER BY start LIMIT :most FOR UPDATE SKIP LOCKED
-))
-RETURNING start
+)
+DELETE FROM telemetry_windows AS w USING old WHERE w.ctid = old.ctid RETURNING w.start
 """
 )
 _DELETE_CLAIMS = text(
     """
-DELETE FROM rollup_claims WHERE (job, window_start) IN (
+WITH old AS MATERIALIZED (
   SELECT job, window_start FROM rollup_claims WHERE job = :job AND window_start < :before AND touched <= done
   ORDER BY job, window_start LIMIT :most FOR UPDATE SKIP LOCKED
 )
-RETURNING window_start
+DELETE FROM rollup_claims AS c USING old WHERE c.job = old.job AND c.window_start = old.window_start
+RETURNING c.window_start
 """
 )
 
@@ -240,11 +243,11 @@ async def delete_claims(session: AsyncSession, job: str, before: int, most: int)
 
 _DELETE_GATEWAYS = text(
     """
-DELETE FROM gateways WHERE id IN (
+WITH old AS MATERIALIZED (
   SELECT id FROM gateways WHERE last_report_at < now() - make_interval(secs => :age_s)
   ORDER BY id LIMIT :most FOR UPDATE SKIP LOCKED
 )
-RETURNING id
+DELETE FROM gateways AS g USING old WHERE g.id = old.id RETURNING g.id
 """
 )
 

@@ -68,14 +68,14 @@ class DatabaseGauges:
 
     async def _read(self) -> None:
         metrics = self._metrics
-        metrics.loads_published.set(self._publisher.sent)
-        metrics.load_failures.set(self._publisher.failures)
+        metrics.shown.loads_published = self._publisher.sent
+        metrics.shown.load_failures = self._publisher.failures
         async with transaction(self._resources.engine) as session:
             metrics.show_replicas(await fleet.count_by_state(session))
             for job, lag_s in (await rollups.lags(session, self._clock())).items():
                 metrics.rollup_lag.labels(job).set(lag_s)
             metrics.ledger_rows.set(await ledger.estimated_rows(session))
-        metrics.show_tasks(await self._tasks.read())
+        metrics.shown.tasks = await self._tasks.read()
 
 
 class LabelLearner:

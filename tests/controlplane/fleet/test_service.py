@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import event, select, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from controlplane.db import POLICY_CHANNEL, transaction
 from controlplane.errors import InvalidRequestError, NotFoundError
@@ -198,6 +198,18 @@ async def test_the_running_watcher_marks_silent_replicas_by_itself(committed_eng
         running.cancel()
     moves = [(one.before, one.after) for one in await events_of(committed_engine, "state")]
     assert moves[-1][1] == "lost" and len(moves) <= 2
+
+
+async def test_f15_the_watcher_outlives_an_outage_and_begins_to_listen_anew() -> None:
+    nowhere = create_async_engine("postgresql+asyncpg://nobody:nothing@127.0.0.1:1/none")
+    watcher = old_watcher(nowhere)
+    running = asyncio.create_task(watcher.run())
+    async with asyncio.timeout(30):
+        while watcher._listening_since is not None:
+            await asyncio.sleep(0.02)
+    assert not running.done()
+    running.cancel()
+    await nowhere.dispose()
 
 
 async def test_gateways_hear_of_state_changes_but_not_of_each_report(

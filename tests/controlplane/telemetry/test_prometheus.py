@@ -64,7 +64,7 @@ async def test_a_scrape_shows_intake_replicas_and_jobs(settings: Settings, redis
             'tidegate_replicas{state="ready"} 1.0',
             'tidegate_replicas{state="lost"} 0.0',
             'tidegate_rollup_lag_seconds{job="rollup-60"} 0.0',
-            'tidegate_task_runs{outcome="done",task="telemetry.roll_up"} 1.0',
+            'tidegate_task_runs_total{outcome="done",task="telemetry.roll_up"} 1.0',
             "tidegate_usage_records_total 0.0",
         ):
             assert line in lines
