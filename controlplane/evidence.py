@@ -40,7 +40,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     def _combine(self, other: Evidence, value: float) -> Evidence:
         if self.kind is not other.kind or self.unit != other.unit:
             raise MixedEvidenceError(
-                f"cannot combine {self.kind} {self.unit} from {self.source} with {other.kind} {other.unit} from {other.source}"
+                f"cannot combine {self.kind} {self.unit} from {self.source} "
+                f"with {other.kind} {other.unit} from {other.source}"
             )
         n = None if self.n is None or other.n is None else self.n + other.n
         return msgspec.structs.replace(

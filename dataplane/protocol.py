@@ -12,10 +12,16 @@ as named.
 from __future__ import annotations
 
 import enum
-import math
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import msgspec
+
+from dataplane.kv_events import AllBlocksCleared as AllBlocksCleared
+from dataplane.kv_events import BlockRemoved as BlockRemoved
+from dataplane.kv_events import BlockStored as BlockStored
+from dataplane.kv_events import KVEventBatch as KVEventBatch
+from dataplane.tally import Histogram as Histogram
+from dataplane.tally import Tally as Tally
 
 SCHEMA_VERSION = 1
 WINDOW_SECONDS = 10
@@ -55,97 +61,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Histogram
-# --------------------------------------------------------------------------------------------------------------
-
-
-class Tally(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Base of everything that only ever adds up: numbers, dicts and lists of them, nested tallies."""
-
-    def merge(self, other: Self, sign: int = 1) -> None:
-        """Add `other` field by field (`sign` −1 subtracts an earlier snapshot of the same counters)."""
-        for name in self.__struct_fields__:
-            setattr(self, name, _add(getattr(self, name), getattr(other, name), sign))
-
-    def copy(self) -> Self:
-        """A deep copy that shares nothing with this tally."""
-        fresh = type(self)()
-        fresh.merge(self)
-        return fresh
-
-    def since(self, earlier: Self) -> Self:
-        """What was added after `earlier`, a snapshot of the same counters."""
-        delta = self.copy()
-        delta.merge(earlier, sign=-1)
-        return delta
-
-
-def _add(mine: Any, theirs: Any, sign: int) -> Any:
-    if theirs is None:
-        return mine
-    if mine is None:
-        mine = type(theirs)()
-    if isinstance(theirs, Tally):
-        mine.merge(theirs, sign)
-        return mine
-    if isinstance(theirs, dict):
-        merged = {key: _add(mine.get(key), value, sign) for key, value in theirs.items()}
-        return {key: value for key, value in {**mine, **merged}.items() if value != type(value)()}
-    if isinstance(theirs, list):
-        longer = max(len(mine), len(theirs))
-        return [
-            _add(mine[i] if i < len(mine) else None, theirs[i] if i < len(theirs) else None, sign)
-            for i in range(longer)
-        ]
-    return mine + sign * theirs
-
-
-class Histogram(Tally, kw_only=True):
-    """OpenTelemetry exponential histogram, schema 3, sparse and mergeable by addition.
-
-    Bucket `i` holds values in (2^((i−1)/8), 2^(i/8)], so a quantile is known to within 9.05 % of itself.
-    `zero` counts values at or below `2^(MIN_INDEX/8)` (about 1 µs); `over` counts values above
-    `2^(MAX_INDEX/8)` (4,096 s): a quantile that falls there is ">4096 s", never a number.
-    Source: OpenTelemetry metrics data model, ExponentialHistogram.
-    """
-
-    SCALE: ClassVar[int] = 3
-    PER_OCTAVE: ClassVar[int] = 8
-    MIN_INDEX: ClassVar[int] = -160
-    MAX_INDEX: ClassVar[int] = 96
-
-    count: int = 0
-    total: float = 0.0
-    zero: int = 0
-    over: int = 0
-    buckets: dict[int, int] = {}
-
-    def record(self, value: float, n: int = 1) -> None:
-        """Add `n` observations of `value` (seconds). NaN, infinity and negative values raise ValueError."""
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"histogram value must be finite and not negative, got {value!r}")
-        self.count += n
-        self.total += value * n
-        index = math.ceil(self.PER_OCTAVE * math.log2(value)) if value > 0.0 else self.MIN_INDEX
-        if index <= self.MIN_INDEX:
-            self.zero += n
-        elif index > self.MAX_INDEX:
-            self.over += n
-        else:
-            self.buckets[index] = self.buckets.get(index, 0) + n
-
-    @classmethod
-    def upper_bound(cls, index: int) -> float:
-        """Upper edge of bucket `index`, in seconds."""
-        return float(2.0 ** (index / cls.PER_OCTAVE))
-
-
-# --------------------------------------------------------------------------------------------------------------
 # Front ↔ core
 # --------------------------------------------------------------------------------------------------------------
 
 
-class SamplingParams(Message, kw_only=True):
+class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. Ranges are checked by `dataplane.request.validate_params`.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None means up to the context limit.
@@ -168,7 +88,7 @@ class SamplingParams(Message, kw_only=True):
     ignore_eos: bool = False
 
 
-class EngineRequest(Message, kw_only=True):
+class EngineRequest(Message, frozen=True, kw_only=True):
     """One sequence for the engine core. `tenant` and `fair_tag` come from the gateway, never from the client."""
 
     request_id: str
@@ -183,7 +103,7 @@ class EngineRequest(Message, kw_only=True):
     adapter: str = ""
 
 
-class Timing(Message, kw_only=True):
+class Timing(Message, frozen=True, kw_only=True):
     """One request's milestones on the core's monotonic clock, in seconds."""
 
     queued: float
@@ -192,7 +112,7 @@ class Timing(Message, kw_only=True):
     last_token: float | None = None
 
 
-class RequestOutput(Message, kw_only=True):
+class RequestOutput(Message, frozen=True, kw_only=True):
     """What one step produced for one request. `finish` is set exactly once, on the last output."""
 
     request_id: str
@@ -207,17 +127,17 @@ class RequestOutput(Message, kw_only=True):
     error: str | None = None
 
 
-class AddRequest(Message, tag="add", kw_only=True):
+class AddRequest(Message, tag="add", frozen=True, kw_only=True):
     request: EngineRequest
     boot_epoch: int = 0
 
 
-class AbortRequests(Message, tag="abort", kw_only=True):
+class AbortRequests(Message, tag="abort", frozen=True, kw_only=True):
     request_ids: list[str]
     boot_epoch: int = 0
 
 
-class Shutdown(Message, tag="shutdown", kw_only=True):
+class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):
     """Ask the core to finish what runs and exit."""
 
     drain: bool = True
@@ -227,7 +147,7 @@ class Shutdown(Message, tag="shutdown", kw_only=True):
 FrontMessage = AddRequest | AbortRequests | Shutdown
 
 
-class CoreReady(Message, tag="ready", kw_only=True):
+class CoreReady(Message, tag="ready", frozen=True, kw_only=True):
     """The core has loaded its model and accepts requests."""
 
     boot_epoch: int
@@ -243,7 +163,7 @@ class CoreReady(Message, tag="ready", kw_only=True):
     kv_bytes: int = 0
 
 
-class StepOutput(Message, tag="step", kw_only=True):
+class StepOutput(Message, tag="step", frozen=True, kw_only=True):
     """All outputs of one engine step: one frame a step. `stats` rides along when it changed."""
 
     boot_epoch: int
@@ -252,7 +172,7 @@ class StepOutput(Message, tag="step", kw_only=True):
     stats: CoreStats | None = None
 
 
-class CoreFault(Message, tag="fault", kw_only=True):
+class CoreFault(Message, tag="fault", frozen=True, kw_only=True):
     """The core hit an error it cannot go on from; it exits after this frame."""
 
     boot_epoch: int
@@ -357,7 +277,7 @@ class ParallelismCounters(Tally, kw_only=True):
     migrations: int = 0
 
 
-class RankMemory(Message, kw_only=True):
+class RankMemory(Message, frozen=True, kw_only=True):
     """One rank's memory ledger, in bytes."""
 
     weights: int = 0
@@ -379,7 +299,7 @@ class Counters(Tally, kw_only=True):
     parallelism: ParallelismCounters = msgspec.field(default_factory=ParallelismCounters)
 
 
-class Gauges(Message, kw_only=True):
+class Gauges(Message, frozen=True, kw_only=True):
     """State at one moment. `kv_slots_empty` counts slots that are allocated and hold no token (internal waste)."""
 
     running: int = 0
@@ -397,14 +317,14 @@ class Gauges(Message, kw_only=True):
     clock_mhz: float | None = None
 
 
-class CoreStats(Message, kw_only=True):
+class CoreStats(Message, frozen=True, kw_only=True):
     """What the core knows of itself: counters since its boot, and its state now."""
 
     counters: Counters
     gauges: Gauges
 
 
-class Window(Message, kw_only=True):
+class Window(Message, frozen=True, kw_only=True):
     """What happened within one aligned span of `WINDOW_SECONDS`, complete as far as known.
 
     A window is sent again, whole and larger, while it grows: the receiver replaces what it holds for
@@ -419,7 +339,7 @@ class Window(Message, kw_only=True):
     gauge_samples: int = 0
 
 
-class UsageRecord(Message, kw_only=True):
+class UsageRecord(Message, frozen=True, kw_only=True):
     """One attempt's cost, kept by its producer until acknowledged and stored once by `attempt_id`."""
 
     attempt_id: str
@@ -454,7 +374,7 @@ class ReplicaState(enum.StrEnum):
     LOST = "lost"
 
 
-class Report(Message, kw_only=True):
+class Report(Message, frozen=True, kw_only=True):
     """Replica → control plane, about one a second.
 
     `windows` holds those that changed since the report numbered `acknowledged`; `full` marks a report that
@@ -484,7 +404,7 @@ class Report(Message, kw_only=True):
     usage: list[UsageRecord] = []
 
 
-class Command(Message, kw_only=True):
+class Command(Message, frozen=True, kw_only=True):
     """One instruction to a replica: `drain`, `resync`, `profile`."""
 
     id: str
@@ -492,7 +412,7 @@ class Command(Message, kw_only=True):
     args: dict[str, Any] = {}
 
 
-class ReportAck(Message, kw_only=True):
+class ReportAck(Message, frozen=True, kw_only=True):
     """Everything up to `sequence` is stored; `usage_ids` are stored and may be forgotten.
 
     `refused` names the parts of the report that were set aside with a reason; sending them again changes nothing.
@@ -527,8 +447,8 @@ class GatewayCounters(Tally, kw_only=True):
     e2e: Histogram | None = None
 
 
-class GatewaySeries(Message, kw_only=True):
-    """One gateway's view of one tenant on one pool and replica. `pool` and `replica` are empty when refused before routing."""
+class GatewaySeries(Message, frozen=True, kw_only=True):
+    """One gateway's view of one tenant on one pool and replica, both empty when refused before routing."""
 
     tenant: str
     pool: str
@@ -536,12 +456,12 @@ class GatewaySeries(Message, kw_only=True):
     counters: GatewayCounters
 
 
-class GatewayWindow(Message, kw_only=True):
+class GatewayWindow(Message, frozen=True, kw_only=True):
     start: int
     series: list[GatewaySeries] = []
 
 
-class GatewayReport(Message, kw_only=True):
+class GatewayReport(Message, frozen=True, kw_only=True):
     """Gateway → control plane, about one a second, with the same acknowledgement rules as `Report`."""
 
     schema_version: int = SCHEMA_VERSION
@@ -555,38 +475,6 @@ class GatewayReport(Message, kw_only=True):
     policy_epoch: int = 0
     in_flight: int = 0
     windows: list[GatewayWindow] = []
-
-
-# --------------------------------------------------------------------------------------------------------------
-# KV events (vLLM's event format, array-like on the wire)
-# --------------------------------------------------------------------------------------------------------------
-
-
-class KVEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
-    """Base of vLLM's KV cache events: tagged by class name, encoded as arrays."""
-
-
-class BlockStored(KVEvent):
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-
-
-class BlockRemoved(KVEvent):
-    block_hashes: list[bytes]
-    medium: str | None = None
-
-
-class AllBlocksCleared(KVEvent):
-    pass
-
-
-class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
 # --------------------------------------------------------------------------------------------------------------
