@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,7 +69,12 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Engine configuration overrides."""
     check_when_idle: bool = False
     """Verify the block accounting whenever the core falls idle."""
-    command: tuple[str, ...] = (sys.executable, "-m", "dataplane.core_process")
+    command: tuple[str, ...] = (
+        sys.executable,
+        *(["-P"] if sys.flags.safe_path else []),
+        "-m",
+        "dataplane.core_process",
+    )
     """Program and leading arguments."""
 
     def arguments(self, *, address: str, epoch: int, parent: int) -> list[str]:
@@ -100,7 +106,7 @@ class CoreClient:
     """One core at a time. All methods belong to the event loop that called `start`.
 
     `on_change` is called after every change of state, `on_stats` with the core's epoch for every CoreStats;
-    both must return quickly and not raise.
+    both must return quickly and not raise. `folder` is where the link's socket lies, see `FrontEndpoint`.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class CoreClient:
         on_change: Callable[[], None],
         on_stats: Callable[[int, CoreStats], None],
         restart: RestartPolicy | None = None,
+        folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -117,6 +124,7 @@ class CoreClient:
         self._on_change = on_change
         self._on_stats = on_stats
         self._policy = restart or RestartPolicy()
+        self._folder = folder
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 - jitter, not a secret
         self.state = ReplicaState.STARTING
@@ -137,7 +145,7 @@ class CoreClient:
 
     async def start(self) -> None:
         """Begin starting the core; returns at once, `on_change` tells of READY."""
-        self._link = FrontEndpoint()
+        self._link = FrontEndpoint(self._folder)
         self._tasks = [
             asyncio.create_task(self._receive(self._link), name="core-receive"),
             asyncio.create_task(self._supervise(self._link), name="core-supervise"),

@@ -49,8 +49,10 @@ def identity_of(epoch: int) -> bytes:
 class FrontEndpoint:
     """The front's side: created once, outlives every core."""
 
-    def __init__(self) -> None:
-        self._folder = _private_folder()
+    def __init__(self, folder: Path | None = None) -> None:
+        """The socket lies in `folder`, which is emptied and belongs to this endpoint, when its path is short enough
+        for a unix socket; otherwise in a temporary one."""
+        self._folder = _private_folder(folder)
         self.address = f"ipc://{self._folder}/core"
         self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=1)
         socket = self._context.socket(zmq.ROUTER)
@@ -140,10 +142,15 @@ class CoreEndpoint:
                 self.dropped += 1
 
 
-def _private_folder() -> Path:
-    """A new folder with mode 0700, short enough for a unix socket's path."""
+def _private_folder(wanted: Path | None) -> Path:
+    """An empty folder with mode 0700 and a short path."""
+    if wanted is not None and len(bytes(wanted)) <= LONGEST_SOCKET_PATH:
+        # What a front that was killed left behind.
+        shutil.rmtree(wanted, ignore_errors=True)
+        wanted.mkdir(mode=0o700)
+        return wanted
     folder = Path(tempfile.mkdtemp(prefix="tidegate-"))
-    if len(str(folder)) <= LONGEST_SOCKET_PATH:
+    if len(bytes(folder)) <= LONGEST_SOCKET_PATH:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="tidegate-", dir="/tmp"))

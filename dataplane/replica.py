@@ -69,7 +69,11 @@ class Replica:
         self.gauges = Gauges()
         self.changed = asyncio.Event()
         self.core = CoreClient(
-            config.core, on_change=self._core_changed, on_stats=self._take_stats, restart=config.restart
+            config.core,
+            on_change=self._core_changed,
+            on_stats=self._take_stats,
+            restart=config.restart,
+            folder=config.folder / "ipc",
         )
         self._tokenizer = tokenizer
         self._draining = ""

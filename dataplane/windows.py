@@ -82,7 +82,8 @@ class WindowBook:
     """Windows of one boot, oldest first; the last one is open.
 
     At most `limit` windows wait for an acknowledgement: beyond it the neighbours that never left and
-    together span least are merged, which keeps every total and gives up resolution.
+    together span least are merged, which keeps every total and gives up resolution. A resync brings back the last
+    `kept` acknowledged windows on top.
     """
 
     def __init__(self, now: float, *, limit: int = UNACKNOWLEDGED_LIMIT, kept: int = ACKNOWLEDGED_KEPT) -> None:

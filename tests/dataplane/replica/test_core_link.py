@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dataplane.core_link import (
+    LONGEST_SOCKET_PATH,
     TO_CORE_HIGH_WATER,
     CoreBusyError,
     CoreEndpoint,
@@ -162,3 +163,18 @@ async def test_the_socket_lies_in_a_private_folder_that_is_removed() -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     endpoint.close()
     assert not folder.exists()
+
+
+async def test_a_given_folder_is_cleared_of_a_killed_fronts_socket_and_a_long_one_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "ipc"
+    if len(bytes(folder)) > LONGEST_SOCKET_PATH:
+        pytest.skip("the temporary folder's own path is too long for a unix socket")
+    folder.mkdir()
+    (folder / "core").write_text("left behind")
+    endpoint = FrontEndpoint(folder)
+    assert endpoint.address == f"ipc://{folder}/core"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    endpoint.close()
+    long = FrontEndpoint(tmp_path / ("x" * LONGEST_SOCKET_PATH))
+    assert len(long.address) < 107
+    long.close()
