@@ -77,12 +77,20 @@ def database_url(postgres: Databases, migrated_template: str) -> str:
     return postgres.create("shared", template=migrated_template)
 
 
-@pytest.fixture
-def committed_database(postgres: Databases, migrated_template: str) -> Iterator[str]:
-    """A migrated database of this test's own, dropped afterwards."""
+@pytest.fixture(scope="session")
+def _own_database(postgres: Databases, migrated_template: str) -> str:
+    from tests.services import SEEDED, tables_with_rows
+
     url = postgres.create("own", template=migrated_template)
-    yield url
-    postgres.drop(url)
+    assert tables_with_rows(url) == SEEDED, "a migration seeds rows that tests.services does not restore"
+    return url
+
+
+@pytest.fixture
+def committed_database(postgres: Databases, _own_database: str) -> str:
+    """A migrated database of this test's own while it runs, as fresh as a new one."""
+    postgres.empty(_own_database)
+    return _own_database
 
 
 @pytest.fixture
