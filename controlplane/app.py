@@ -17,12 +17,11 @@ from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
-from litestar.plugins.htmx import HTMXPlugin
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane import error_responses, openapi, request_id
-from controlplane.component import Component, Resources
+from controlplane.component import Component, Lifespan, Resources
 from controlplane.db import create_engine, transaction
 from controlplane.errors import TidegateError
 from controlplane.health import HealthProbe, healthz
@@ -71,17 +70,20 @@ def create_app(role: Role, settings: Settings | None = None, *, domains: Sequenc
     Raises SettingsError when the environment is incomplete.
     """
     settings = settings or Settings.from_env()
-    resources = _resources(settings)
-    components = [importlib.import_module(f"controlplane.{name}.component").component(resources)
-                  for name in (DOMAINS[role] if domains is None else domains)]  # fmt: skip
+    resources = Resources(
+        settings=settings,
+        engine=create_engine(settings),
+        redis=create_redis(settings.redis_url),
+        registry=CollectorRegistry(),
+    )
+    components: list[Component] = [
+        importlib.import_module(f"controlplane.{name}.component").component(resources)
+        for name in (DOMAINS[role] if domains is None else domains)
+    ]
     if domains is None:
         components.append(importlib.import_module("controlplane.telemetry.prometheus").component(resources, role))
-    state: dict[str, Any] = {"resources": resources, "role": role}
-    for part in components:
-        state.update(part.state)
-    if role is Role.CONTROL:
-        return _control(resources, components, state)
-    return _gateway(resources, components, state)
+    common = _common(role, resources, components)
+    return _control(settings, common) if role is Role.CONTROL else Application(**common, openapi_config=None)
 
 
 def gateway() -> Application:
@@ -100,18 +102,13 @@ def _started(role: Role) -> Application:
     return create_app(role, settings)
 
 
-def _gateway(resources: Resources, components: list[Component], state: dict[str, Any]) -> Application:
-    return Application(**_common(resources, components, state), openapi_config=None)
-
-
-def _control(resources: Resources, components: list[Component], state: dict[str, Any]) -> Application:
+def _control(settings: Settings, common: dict[str, Any]) -> Application:
+    """What only the control plane has: people, so guards, CSRF, pages for errors, and a documented API."""
     from controlplane.accounts import browser
     from controlplane.accounts.guards import authorize, provide_current_user
     from controlplane.console.templates import Templates
 
-    settings = resources.settings
-    state.setdefault("templates", Templates())
-    common = _common(resources, components, state)
+    common["state"].setdefault("templates", Templates())
     common["exception_handlers"][browser.LoginRequiredError] = browser.on_login_required
     common["dependencies"]["current_user"] = Provide(provide_current_user, sync_to_thread=False)
     app = Application(
@@ -119,16 +116,17 @@ def _control(resources: Resources, components: list[Component], state: dict[str,
         guards=[authorize],
         csrf_config=browser.csrf_config(settings),
         openapi_config=openapi.config(),
-        plugins=[HTMXPlugin()],
     )
     app.extra_headers = browser.security_headers(settings)
     return app
 
 
-def _common(resources: Resources, components: list[Component], state: dict[str, Any]) -> dict[str, Any]:
-    lifespans = [_lifespan(resources, str(state["role"]))]
+def _common(role: Role, resources: Resources, components: Sequence[Component]) -> dict[str, Any]:
+    state: dict[str, Any] = {"resources": resources}
+    lifespans = [_lifespan(resources, role)]
     routes: list[Any] = [healthz]
     for part in components:
+        state |= part.state
         lifespans += part.lifespans
         routes += part.routes
     return {
@@ -169,19 +167,10 @@ def provide_health(state: State) -> HealthProbe:
     return probe
 
 
-def _resources(settings: Settings) -> Resources:
-    return Resources(
-        settings=settings,
-        engine=create_engine(settings),
-        redis=create_redis(settings.redis_url),
-        registry=CollectorRegistry(),
-    )
-
-
-def _lifespan(resources: Resources, role: str) -> Any:
+def _lifespan(resources: Resources, role: Role) -> Lifespan:
     @asynccontextmanager
     async def open_and_close(app: Litestar) -> AsyncIterator[None]:
-        app.state.health = HealthProbe(resources, role)
+        app.state.health = HealthProbe(resources, role.value)
         try:
             yield
         finally:
