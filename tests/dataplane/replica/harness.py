@@ -119,14 +119,15 @@ async def serving(config: ReplicaConfig, *, ready: bool = True) -> AsyncIterator
         if ready:
             await until(lambda: replica.state is ReplicaState.READY, "the replica is ready")
         async with client_of(config.advertise_url) as client:
-            await _listening(client)
+            await listening(client)
             yield replica, client
     finally:
         server.stop()
         await running
 
 
-async def _listening(client: Client) -> None:
+async def listening(client: Client) -> None:
+    """Wait until it answers, ready or not."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dataplane.replica.harness import command, environment, replica_process
+from tests.dataplane.replica.harness import client_of, command, environment, listening, replica_process
 
 
 def run(*arguments: str, token: str | None = "token", cwd: Path | None = None) -> tuple[int, str]:
@@ -73,12 +74,15 @@ def test_a_broken_model_file_is_one_sentence(tmp_path: Path) -> None:
     assert "broken.gguf" in text
 
 
+async def _until_listening(url: str) -> None:
+    async with client_of(url) as client:
+        await listening(client)
+
+
 def test_a_second_replica_with_the_same_name_is_refused(tmp_path: Path) -> None:
     """Its port is another, so only the name says that the journal is taken; granian would even share the port."""
     with replica_process(tmp_path) as first:
-        lock = tmp_path / "replicas" / "replica-0" / "lock"
-        while not lock.exists():
-            assert first.popen.poll() is None
+        asyncio.run(_until_listening(first.url))
         status, text = run("serve", "--home", str(tmp_path), "--port", "0")
         assert status == 1
         assert "another replica named replica-0 is running" in text
