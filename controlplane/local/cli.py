@@ -88,7 +88,9 @@ def up(
     from controlplane.local.stack import Options, Ports, Stack
 
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    _interrupt_on(signal.SIGTERM, signal.SIGHUP)
+    _interrupt_on(signal.SIGINT, signal.SIGTERM)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
+        _interrupt_on(signal.SIGHUP)
     if check:
         if home is not None:
             raise click.UsageError("--check always uses a temporary folder; leave --home out")
@@ -125,7 +127,7 @@ def up(
 
 
 def _interrupt_on(*numbers: signal.Signals) -> None:
-    """These signals ask for the same orderly stop as Ctrl-C."""
+    """These signals ask for an orderly stop, also when a shell that started us in the background ignores SIGINT."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -248,8 +248,12 @@ class Stack:
                 control_url=settings.control_url,
                 arguments=options.engine_arguments,
             )
-            without_stores = {k: v for k, v in environment.items() if k not in {"DATABASE_URL", "REDIS_URL"}}
-            launcher = ProcessLauncher(self.home.path, without_stores, self.home.logs)
+            # The engine shares this machine's cores with all the others: threads that spin at a barrier while they wait
+            # would hold up the very thread they wait for.
+            own = {"OMP_WAIT_POLICY": "PASSIVE", **environment}
+            for store in ("DATABASE_URL", "REDIS_URL"):
+                own.pop(store)
+            launcher = ProcessLauncher(self.home.path, own, self.home.logs)
             units.append(ReplicaUnit("replica", launcher, spec))
         return units
 

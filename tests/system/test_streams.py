@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -83,7 +84,17 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(product: Product) -
     assert await asyncio.to_thread(wait_until, lambda: quiet(product)), product.replica()["gauges"]
     ended = [line for line in product.request_log() if line["tenant"] == "leavers"]
     assert [line["outcome"] for line in ended] == ["cancelled"] * 4
-    assert all(0 < line["output_tokens"] < 2000 for line in ended)
+
+    def usage() -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = product.admin("GET", "/usage?tenant=leavers")["items"]
+        return items
+
+    assert await asyncio.to_thread(wait_until, lambda: len(usage()) == 4)
+    for line in usage():
+        assert line["finish"] == "abort"
+        assert line["basis"] == "engine"
+        assert line["prompt_tokens"] > 0
+        assert 0 < line["output_tokens"] < 2000, "what the engine produced until then, no more and no less"
 
 
 async def test_a_revoked_key_is_refused_within_two_seconds(product: Product) -> None:
