@@ -81,7 +81,7 @@ async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[by
                     raise _too_large(limit)
                 if part:
                     parts.append(part)
-                if not message.get("more_body", False):
+                if not message.get("more_body", False) or size == head.content_length > 0:
                     break
     except TimeoutError:
         raise RequestTimeoutError(f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.") from None

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.component import Component, Resources
 from controlplane.fleet.schemas import FleetView
 from controlplane.fleet.service import load_fleet
-from controlplane.gateway.auth import CAPACITY, KeyDirectory
+from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.endpoint import Endpoint
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.gateway import Gateway
@@ -28,6 +28,7 @@ from controlplane.gateway.load_feed import LoadFeed
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.policy import PolicyFeed
+from controlplane.gateway.prefetch import KeyPrefetch
 from controlplane.gateway.reporter import GatewayReporter
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.shutdown import drain_on_signal
@@ -78,7 +79,8 @@ class _Parts:
         self._request_log = RequestLog(folder / "requests.jsonl", on_dropped=metrics.log_lines_dropped.inc)
         self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
-        self._feed = PolicyFeed(settings.database_url, [self._keys, self._fleet])
+        self._prefetch = KeyPrefetch(self._load_keys, self._keys)
+        self._feed = PolicyFeed(settings.database_url, [self._keys, self._fleet, self._prefetch])
         self._loads = LoadFeed(resources.redis, self._fleet, board)
         self._snapshot = SnapshotKeeper(
             SnapshotFile(folder / "policy.snapshot", settings.gateway_id, settings.session_secret),
@@ -113,6 +115,7 @@ class _Parts:
             asyncio.create_task(_kept(name, run), name=f"gateway {name}")
             for name, run in (
                 ("policy feed", self._feed.run()),
+                ("key prefetch", self._prefetch.run()),
                 ("load feed", self._loads.run()),
                 ("snapshot", self._snapshot.run()),
                 ("request log", self._request_log.run()),
@@ -123,7 +126,6 @@ class _Parts:
             async with asyncio.timeout(FIRST_READ_S):
                 await self._fleet.refresh()
         work.append(asyncio.create_task(_kept("fleet", self._fleet.run()), name="gateway fleet"))
-        work.append(asyncio.create_task(_kept("keys", self._learn_keys()), name="gateway keys"))
         try:
             with drain_on_signal(self.gateway):
                 yield
@@ -148,19 +150,9 @@ class _Parts:
         async with AsyncSession(self._resources.engine) as session:
             return await load_fleet(session)
 
-    async def _learn_keys(self) -> None:
-        """Read every usable key once, up to the cache's size, so that a later outage finds them known."""
-        after, learned = "", 0
-        while learned < CAPACITY:
-            epoch = self._feed.epoch
-            async with AsyncSession(self._resources.engine) as session:
-                page = await load_keys(session, after_id=after)
-            if epoch != self._feed.epoch:
-                continue  # a change came in between; this page may be from before it
-            if not page:
-                return
-            self._keys.adopt(page)
-            after, learned = page[-1].key_id, learned + len(page)
+    async def _load_keys(self, after: str) -> list[KeyGrant]:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_keys(session, after_id=after)
 
 
 async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any
-from uuid import uuid4
 
 from litestar.types import Receive, Send
 
@@ -143,7 +143,7 @@ class Exchange:
             if replica is None:
                 break
             tried.add(replica.replica)
-            record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, uuid4().hex
+            record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, os.urandom(16).hex()
             gateway.recorder.accept(record)
             failure = await self._attempt(request, replica, send, tried)
             if failure is None:
@@ -187,7 +187,7 @@ class Exchange:
     async def _cancelled(self, relay: Relay) -> UpstreamFailure | None:
         """The client left (then the cancellation goes on), or the gateway is shutting down (then it is told so)."""
         if relay.reading.done:
-            self.record.conclude(Outcome.FINISHED, relay.reading.finish_reason or "unknown", 200)
+            relay.finished(200)
         if relay.reading.done or not self._gateway.cutting:
             raise asyncio.CancelledError
         failure = UpstreamFailure(Cause.SHUTDOWN)

@@ -22,6 +22,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tenants: set[str] = set()
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self._registry = registry
         self.requests = Counter(
             "tidegate_gateway_requests",
@@ -77,12 +78,13 @@ class GatewayMetrics:
     def ended(self, record: RequestRecord) -> None:
         """An accepted inference request has ended."""
         tenant, model = self._tenant(record.grant.tenant), record.model or OTHER
-        self.requests.labels(tenant, model, f"{record.status // 100}xx").inc()
-        self.outcomes.labels(tenant, model, record.outcome.value if record.outcome else OTHER).inc()
+        outcome = record.outcome.value if record.outcome else OTHER
+        self._child(self.requests, tenant, model, f"{record.status // 100}xx").inc()
+        self._child(self.outcomes, tenant, model, outcome).inc()
         if record.prompt_tokens:
-            self.tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
-            self.tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
-            self.tokens.labels(tenant, model, "output").inc(record.output_tokens)
+            self._child(self.tokens, tenant, model, "prompt").inc(record.prompt_tokens)
+            self._child(self.tokens, tenant, model, "cached").inc(record.cached_tokens)
+            self._child(self.tokens, tenant, model, "output").inc(record.output_tokens)
         if record.ttft_s is not None:
             self.ttft.labels(model).observe(record.ttft_s)
 
@@ -92,6 +94,14 @@ class GatewayMetrics:
 
     def upstream_failed(self, cause: str, *, retried: bool) -> None:
         self.upstream_failures.labels(cause, "yes" if retried else "no").inc()
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """The labelled counter; looking it up in the client library costs more than counting."""
+        key = (counter, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child
 
     def _tenant(self, slug: str) -> str:
         if slug in self._tenants:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controlplane.gateway.chunks import Choice, Usage, read_chunk
+from controlplane.gateway.chunks import Choice, Chunk, Usage, read_chunk
 from controlplane.gateway.sse import Event
 from controlplane.gateway.timings import StreamTimes
 
@@ -36,19 +36,10 @@ class ResponseReading:
         arrived: dict[int, int] = {}
         visible = False
         for raw, data in events:
-            if data is None:
-                kept.append(raw)
-                continue
-            if data == DONE:
-                self.done = True
-                kept.append(raw)
-                continue
-            chunk = read_chunk(data)
+            chunk = self._chunk(data) if data is not None else None
             if chunk is None:
                 kept.append(raw)
                 continue
-            if chunk.error is not None:
-                self.error = True
             if chunk.usage is not None:
                 self.usage = chunk.usage
                 if not chunk.choices and self.hide_usage:
@@ -59,9 +50,19 @@ class ResponseReading:
                 if tokens:
                     arrived[choice.index] = arrived.get(choice.index, 0) + tokens
                     visible = visible or shown
-        for index, tokens in arrived.items():
-            self.times.arrive(now, index, tokens, visible=visible)
+        for index, count in arrived.items():
+            self.times.arrive(now, index, count, visible=visible)
         return kept[0] if len(kept) == 1 else b"".join(kept)
+
+    def _chunk(self, data: bytes) -> Chunk | None:
+        """The chunk in an event's data, or None when it is the end mark or nothing to read."""
+        if data == DONE:
+            self.done = True
+            return None
+        chunk = read_chunk(data)
+        if chunk is not None and chunk.error is not None:
+            self.error = True
+        return chunk
 
     def read_body(self, body: bytes) -> None:
         """Read a response that was not streamed."""
@@ -75,8 +76,8 @@ class ResponseReading:
 
     def settle(self) -> None:
         """The stream is over: bring token times into line with the engine's own count."""
-        if self.usage is not None and self.usage.completion_tokens:
-            self.times.settle(self.usage.completion_tokens)
+        if self.usage is not None and (self.usage.completion_tokens or 0) > 0:
+            self.times.settle(self.usage.completion_tokens or 0)
 
     def _read_choice(self, choice: Choice, now: float) -> tuple[int, bool]:
         """Tokens the chunk carries for this choice, and whether the client shows any of it."""

@@ -13,6 +13,9 @@ from controlplane.gateway.chunks import Usage
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import Histogram
 
+MAX_TOKENS = 1 << 31
+"""No request has more."""
+
 
 class Outcome(enum.StrEnum):
     """How an accepted request ended; it ends in exactly one."""
@@ -63,6 +66,11 @@ class RequestRecord:
     def take_usage(self, usage: Usage | None) -> None:
         """The engine's own token counts."""
         if usage is not None:
-            self.prompt_tokens = usage.prompt_tokens or 0
-            self.cached_tokens = usage.cached_tokens
-            self.output_tokens = usage.completion_tokens or 0
+            self.prompt_tokens = _count(usage.prompt_tokens)
+            self.cached_tokens = min(_count(usage.cached_tokens), self.prompt_tokens)
+            self.output_tokens = _count(usage.completion_tokens)
+
+
+def _count(value: int | None) -> int:
+    """A backend's count, or 0 when it cannot be one: one bad number must not spoil every later sum (F22)."""
+    return value if value is not None and 0 <= value <= MAX_TOKENS else 0

@@ -44,6 +44,9 @@ KNOWN_CODES = frozenset(
 )
 """Refusals of a replica that are counted by their code; any other counts as `upstream_<status>`."""
 
+FINISHES = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "abort", "unknown"})
+"""Finish reasons that are counted by name; any other counts as `other`, none at all as `unknown`."""
+
 logger = logging.getLogger("tidegate.gateway")
 
 
@@ -79,6 +82,11 @@ class Relay:
         self._record.conclude(Outcome.FAILED, failure.cause.value, 200)
         gap = b"\n\n" if mid_event else b""
         await send_part(self._send, gap + error_event(error), more=False)
+
+    def finished(self, status: int) -> None:
+        """The answer is complete."""
+        reason = self.reading.finish_reason or "unknown"
+        self._record.conclude(Outcome.FINISHED, reason if reason in FINISHES else "other", status)
 
     def settle(self) -> None:
         """Take over into the record what the stream said."""
@@ -122,7 +130,7 @@ class Relay:
         if reading.error:
             record.conclude(Outcome.FAILED, Cause.ERROR.value, 200)
         elif reading.done or reading.finish_reason:
-            record.conclude(Outcome.FINISHED, reading.finish_reason or "unknown", 200)
+            self.finished(200)
         else:
             await self._broken(UpstreamFailure(Cause.TRUNCATED), events)
             return
@@ -131,7 +139,7 @@ class Relay:
     async def _broken(self, failure: UpstreamFailure, events: EventStream) -> None:
         """The replica went away in mid-stream: unless the answer was complete, the client is told so."""
         if self.reading.done:
-            self._record.conclude(Outcome.FINISHED, self.reading.finish_reason or "unknown", 200)
+            self.finished(200)
             await send_part(self._send, b"", more=False)
             return
         error = UpstreamError("The replica stopped before the answer was complete.", code=failure.cause.value)
@@ -143,7 +151,7 @@ class Relay:
         if 200 <= status < 300:
             self.reading.read_body(body)
             self.started = True
-            self._record.conclude(Outcome.FINISHED, self.reading.finish_reason or "unknown", status)
+            self.finished(status)
             await self._answer(status, body, response)
         elif status in {401, 403, 407} or status < 400:
             logger.error("Replica %s answered %d to the gateway itself", self._record.replica, status)

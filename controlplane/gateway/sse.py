@@ -50,6 +50,8 @@ class EventStream:
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that `data` completes, in order."""
+        if not self._held and not self._oversized and _is_one_plain_event(data):
+            return [Event(data, data[6:-2])]
         buffer = self._held + data if self._held else data
         events: list[Event] = []
         if b"\r" in buffer:
@@ -110,10 +112,20 @@ class EventStream:
         if self._oversized:
             self._oversized = False
             return Event(raw, None)
-        if raw.startswith(b"data:") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:  # what engines send
-            return Event(raw, raw[6:-2] if raw[5:6] == b" " else raw[5:-2])
+        if _is_one_plain_event(raw):
+            return Event(raw, raw[6:-2])
         values = [_value(line) for line in _LINE_END.split(raw) if line.startswith(b"data:") or line == b"data"]
         return Event(raw, b"\n".join(values) if values else None)
+
+
+def _is_one_plain_event(data: bytes) -> bool:
+    """One data line and its empty line, ended by LF: what engines send for a token, mostly one to a read."""
+    return (
+        data.startswith(b"data: ")
+        and data.endswith(b"\n\n")
+        and data.find(b"\n") == len(data) - 2
+        and b"\r" not in data
+    )
 
 
 def _value(line: bytes) -> bytes:

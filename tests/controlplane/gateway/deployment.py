@@ -21,9 +21,8 @@ from controlplane.gateway.gateway import Gateway
 from controlplane.settings import Settings
 from controlplane.tenants.service import create_key, create_tenant
 from dataplane.protocol import ReplicaState, Report
+from tests.controlplane.gateway.harness import CHAT
 from tests.services import free_port
-
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @dataclass

@@ -30,8 +30,11 @@ from controlplane.settings import Settings
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import GatewayCounters, ReplicaState
-from tests.controlplane.gateway.replicas import FakeReplica
+from tests.controlplane.gateway.replicas import DONE, FakeReplica
 from tests.services import free_port
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+STREAM = {**CHAT, "stream": True}
 
 
 @dataclass
@@ -196,3 +199,56 @@ async def _reachable(port: int) -> None:
             else:
                 writer.close()
                 return
+
+
+def check_error(body: dict[str, object], code: str) -> dict[str, object]:
+    """The OpenAI error shape, with this code."""
+    assert list(body) == ["error"]
+    detail = body["error"]
+    assert isinstance(detail, dict)
+    assert set(detail) == {"message", "type", "param", "code"}
+    assert detail["code"] == code
+    assert detail["message"]
+    return detail
+
+
+def own_tasks() -> set[str]:
+    """Names of this gateway's tasks for requests: one to relay, one to watch."""
+    running = {task.get_coro().__qualname__ for task in asyncio.all_tasks() if task.get_coro() is not None}  # type: ignore[union-attr]
+    return {name for name in running if "Exchange" in name or "client_left" in name}
+
+
+def upstream_connections(served: Running) -> int:
+    """Connections to replicas that are in use."""
+    assert served.gateway._upstream is not None
+    return len(served.gateway._upstream._session.connector._acquired)  # type: ignore[union-attr]
+
+
+async def assert_nothing_left(served: Running) -> None:
+    """No request, task, connection or count; the last answer may have overtaken its own clean-up by a moment."""
+    async with asyncio.timeout(5):
+        while served.gateway.in_flight or served.gateway._running or own_tasks():
+            await asyncio.sleep(0.005)
+    assert served.gateway.in_flight == 0
+    assert not served.gateway._running
+    assert own_tasks() == set()
+    assert upstream_connections(served) == 0
+    for view in served.policy.view.replicas:
+        assert served.gateway.board.in_flight(view.replica) == 0
+
+
+def head_of(served: Running, length: int = 99) -> bytes:
+    """A request's head, for tests that write to the socket themselves."""
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", f"authorization: Bearer {served.key}"]
+    return "\r\n".join([*lines, f"content-length: {length}", "", ""]).encode()
+
+
+async def stream_error(response: aiohttp.ClientResponse) -> dict[str, object]:
+    """The error event a broken stream ends with."""
+    body = await response.read()
+    assert not body.endswith(DONE)
+    last = body.rstrip(b"\n").rsplit(b"\n\n", 1)[-1]
+    assert last.startswith(b"data: ")
+    error: dict[str, object] = json.loads(last[6:])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error

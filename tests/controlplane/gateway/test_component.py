@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from sqlalchemy import text
 
 from controlplane.db import transaction
 from controlplane.fleet.schemas import LOAD_CHANNEL, ReplicaLoad
@@ -228,3 +229,21 @@ async def test_the_lifespan_leaves_no_task_behind(settings: Settings, accounts: 
             await gateway.client.get(gateway.url + "/v1/models")
     left = [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("gateway ")]
     assert left == []
+
+
+async def test_f16_a_listening_connection_that_dies_is_replaced_and_nothing_is_missed(
+    gateway: Deployed, accounts: Accounts
+) -> None:
+    keys = [await accounts.key("acme") for _ in range(3)]
+    for key in keys:
+        assert await gateway.status(key) == (200, "")
+        async with transaction(accounts.engine) as session:
+            await session.execute(
+                text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :name"),
+                {"name": "tidegate gateway policy"},
+            )
+            await revoke_key(session, key_id(key))
+        async with asyncio.timeout(2.0):
+            while await gateway.status(key) != (401, "api_key_revoked"):
+                await asyncio.sleep(0.01)
+    await until(lambda: gateway.gateway.fleet.listening)

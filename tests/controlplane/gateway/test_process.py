@@ -13,7 +13,8 @@ import openai
 from controlplane.settings import Settings
 from dataplane.protocol import HEADER_KEY, HEADER_TENANT
 from tests.controlplane.gateway import replicas
-from tests.controlplane.gateway.deployment import CHAT, Accounts
+from tests.controlplane.gateway.deployment import Accounts
+from tests.controlplane.gateway.harness import STREAM
 from tests.controlplane.gateway.replicas import DONE, fake_replica
 from tests.controlplane.test_serve import serving
 
@@ -43,7 +44,7 @@ async def test_the_openai_client_works_and_sigterm_ends_a_stream_with_an_error_e
             seen = replica.seen[-1].headers
             assert (seen[HEADER_TENANT], seen[HEADER_KEY]) == ("acme", key.split("_")[1])
             replica.behave = replicas.stream_forever
-            body, headers = json.dumps({**CHAT, "stream": True}), {"authorization": f"Bearer {key}"}
+            body, headers = json.dumps(STREAM), {"authorization": f"Bearer {key}"}
             async with (
                 aiohttp.ClientSession() as session,
                 session.post(url + "/chat/completions", data=body, headers=headers) as response,
