@@ -137,6 +137,7 @@ def curl_snippet(running: Running) -> str:
     body = {
         "model": running.model,
         "stream": True,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
     return (
@@ -151,7 +152,7 @@ def python_snippet(running: Running, python: str) -> str:
         f"{shlex.quote(python)} - <<'EOF'\n"
         "from openai import OpenAI\n"
         f'client = OpenAI(base_url="{running.gateway_url}/v1", api_key="{running.demo.key}")\n'
-        f'answer = client.chat.completions.create(model="{running.model}",\n'
+        f'answer = client.chat.completions.create(model="{running.model}", temperature=0,\n'
         '    messages=[{"role": "user", "content": "What is the capital of France?"}])\n'
         "print(answer.choices[0].message.content)\n"
         "EOF"
