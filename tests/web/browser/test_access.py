@@ -158,14 +158,15 @@ def test_a_phone_shows_everything_without_scrolling_sideways(as_operator: OpenPa
 def test_the_theme_is_chosen_remembered_and_follows_the_system(as_operator: OpenPage) -> None:
     page = as_operator(theme="light")
     page.goto("/tenants")
-    is_dark = "document.documentElement.classList.contains('dark')"
-    assert page.evaluate(is_dark) is False
+    root = page.locator("html")
+    dark = re.compile(r"\bdark\b")
+    expect(root).not_to_have_class(dark)
     page.get_by_role("button", name="Dark").click()
-    assert page.evaluate(is_dark) is True
+    expect(root).to_have_class(dark)
     expect(page.get_by_role("button", name="Dark")).to_have_attribute("aria-pressed", "true")
     page.goto("/replicas")
-    assert page.evaluate(is_dark) is True
+    expect(root).to_have_class(dark)
     page.get_by_role("button", name="As the system").click()
-    assert page.evaluate(is_dark) is False
+    expect(root).not_to_have_class(dark)
     page.emulate_media(color_scheme="dark")
-    page.wait_for_function(is_dark)
+    expect(root).to_have_class(dark)
