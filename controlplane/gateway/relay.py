@@ -34,12 +34,15 @@ KNOWN_CODES = frozenset(
         "invalid_value",
         "invalid_type",
         "invalid_request",
+        "missing_parameter",
         "missing_required_parameter",
+        "unknown_parameter",
         "unsupported_value",
         "unsupported_parameter",
         "model_not_found",
         "request_too_large",
         "rate_limit_exceeded",
+        "overloaded",
     }
 )
 """Refusals of a replica that are counted by their code; any other counts as `upstream_<status>`."""
