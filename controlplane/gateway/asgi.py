@@ -7,6 +7,7 @@ does. Request bodies are bounded in size and time before anything is kept of the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -24,6 +25,11 @@ from dataplane.protocol import HEADER_REQUEST
 BODY_TIMEOUT_S = 60.0
 """Longest wait for a request body to arrive whole."""
 
+SMALL_BODY = 16 * 1024
+DISCARD_BYTES = 64 * 1024 * 1024
+DISCARD_S = 5.0
+"""A refused client may go on sending this much and this long before the connection is closed under it."""
+
 FORGED_PREFIX = b"x-tidegate-"
 
 Headers = list[tuple[bytes, bytes]]
@@ -34,11 +40,14 @@ JSON_TYPE = (b"content-type", b"application/json")
 class RequestHead:
     """The headers the gateway looks at. All others end here: nothing of them reaches a replica (F23)."""
 
-    __slots__ = ("authorization", "content_length", "encoding", "forged")
+    __slots__ = ("authorization", "body_read", "chunked", "content_length", "encoding", "forged")
 
     def __init__(self, scope: HTTPScope) -> None:
         self.authorization: str | None = None
         self.content_length = 0
+        self.chunked = False
+        self.body_read = False
+        """Whether the whole body has been read."""
         self.encoding = b""
         self.forged = 0
         """Headers that pretended to come from inside."""
@@ -50,6 +59,8 @@ class RequestHead:
                 seen_authorization = True
             elif name == b"content-length":
                 self.content_length = int(value) if value.isdigit() else 0
+            elif name == b"transfer-encoding":
+                self.chunked = True
             elif name == b"content-encoding":
                 self.encoding = value.lower()
             elif name.startswith(FORGED_PREFIX):
@@ -82,10 +93,26 @@ async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[by
                 if part:
                     parts.append(part)
                 if not message.get("more_body", False) or size == head.content_length > 0:
+                    head.body_read = True
                     break
     except TimeoutError:
         raise RequestTimeoutError(f"The request body did not arrive within {BODY_TIMEOUT_S:.0f} seconds.") from None
     return parts[0] if len(parts) == 1 else b"".join(parts), time.monotonic() - started
+
+
+async def discard_body(head: RequestHead, receive: Receive) -> None:
+    """Drop what a refused client is still sending, within bounds: a connection that is closed in the middle of a large
+    body costs the client the very answer that says why."""
+    if head.body_read or not (head.chunked or head.content_length > SMALL_BODY):
+        return
+    dropped = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while dropped < DISCARD_BYTES:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+                dropped += len(message.get("body", b""))
 
 
 async def client_left(receive: Receive) -> None:

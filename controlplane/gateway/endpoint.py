@@ -16,7 +16,7 @@ from litestar.enums import ScopeType
 from litestar.types import HTTPScope, Receive, Scope, Send
 
 from controlplane.errors import NotFoundError, TidegateError
-from controlplane.gateway.asgi import JSON_TYPE, RequestHead, respond, respond_error
+from controlplane.gateway.asgi import JSON_TYPE, RequestHead, discard_body, respond, respond_error
 from controlplane.gateway.errors import MethodNotAllowedError
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.gateway import Gateway
@@ -58,6 +58,7 @@ class Endpoint:
             if inference:
                 gateway.recorder.refuse_stranger(error.code)
             gateway.metrics.answered("", error.status)
+            await discard_body(head, receive)
             await respond_error(send, error, request_id)
             return
         await Exchange(gateway, grant, path, request_id, arrived).serve(head, receive, send)

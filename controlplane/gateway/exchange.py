@@ -17,7 +17,7 @@ from typing import Any
 from litestar.types import Receive, Send
 
 from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
-from controlplane.gateway.asgi import RequestHead, client_left, read_body, respond_error
+from controlplane.gateway.asgi import RequestHead, client_left, discard_body, read_body, respond_error
 from controlplane.gateway.body import InferenceBody, read_inference_body
 from controlplane.gateway.errors import ClientGoneError, UpstreamTimeoutError, capacity
 from controlplane.gateway.gateway import Gateway
@@ -76,6 +76,7 @@ class Exchange:
                 await self._watched(self._deliver(request, send), receive)
         except TidegateError as error:
             record.conclude(Outcome.REFUSED, error.code, error.status)
+            await discard_body(head, receive)
             await respond_error(send, error, record.request_id)
         except ClientGoneError:
             record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)

@@ -13,7 +13,7 @@ import pytest
 from controlplane.settings import Settings
 from dataplane.protocol import ReplicaState
 from tests.controlplane.gateway import replicas
-from tests.controlplane.gateway.harness import CHAT, STREAM, Running, check_error, route, running_gateway
+from tests.controlplane.gateway.harness import CHAT, STREAM, Running, check_error, head_of, route, running_gateway
 from tests.controlplane.gateway.replicas import (
     FakeReplica,
     fake_replica,
@@ -142,6 +142,8 @@ async def test_a_body_over_the_limit_is_refused_with_413_whole_or_chunked(
         served.url + "/v1/chat/completions", data=pieces(), headers={"authorization": f"Bearer {served.key}"}
     ) as response:
         assert response.status == 413
+    async with served.post(b" " * (limit * 3), key="tg_unknown") as response:
+        assert response.status == 401  # and not a broken pipe
     padded = json.dumps(CHAT).encode()
     async with served.post(padded + b" " * (limit - len(padded))) as response:
         assert response.status == 200
@@ -254,3 +256,13 @@ async def test_in_flight_is_bounded_and_one_more_is_refused_at_once(offline_sett
                 check_error(await third.json(), "too_many_in_flight")
         await served.settled(3)
         assert served.gateway.in_flight == 0
+
+
+async def test_a_refused_client_that_sends_without_end_is_cut_off(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.gateway.asgi.DISCARD_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+    writer.write(head_of(served, 10**9))
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413")
+    writer.close()
