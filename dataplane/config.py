@@ -6,14 +6,14 @@ Layer: service. Torch-free. It reads a checkpoint's metadata to know the geometr
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from dataplane.errors import ConfigError
-from dataplane.hardware.device import available_memory
+from dataplane.hardware.device import available_memory, cores
 from dataplane.models.shape import ModelShape
+from dataplane.scheduling.config import SchedulerConfig
 
 __all__ = ["CacheConfig", "ConfigError", "EngineConfig", "ModelConfig", "SchedulerConfig", "find_model"]
 
@@ -51,22 +51,6 @@ class CacheConfig:
     """Whether full blocks are kept and found again by later requests."""
     kv_events: bool = False
     """Whether stored and removed blocks are recorded for `EngineCore.take_kv_events`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """What one step may do."""
-
-    max_num_seqs: int = 128
-    """Requests running at once."""
-    max_num_batched_tokens: int = 512
-    """The token budget of one step: how long a running request can be held up by others' prefill."""
-    long_prefill_threshold: int = 0
-    """The most prompt tokens of one request in one step; 0 leaves it to the budget."""
-    watermark: float = 0.01
-    """Share of the blocks that an admission must leave free, so that running requests can grow."""
-    max_waiting: int = 4096
-    """Requests waiting at once; one more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +152,7 @@ class EngineConfig:
             scheduler=SchedulerConfig(**scheduler),
             device="cpu" if device == "auto" else device,
             dtype="float32" if dtype == "auto" else dtype,
-            threads=threads or len(os.sched_getaffinity(0)),
+            threads=threads or cores(),
             seed=seed,
             boot_epoch=boot_epoch,
         )

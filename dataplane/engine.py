@@ -118,10 +118,10 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """Counters since boot and gauges now; copies, which the caller may keep."""
         counters = Counters()
-        counters.scheduling.merge(self._scheduler.counters)
-        counters.memory.merge(self._scheduler.memory)
+        counters.scheduling.merge(self._scheduler.accounts.scheduling)
+        counters.memory.merge(self._scheduler.accounts.memory)
         counters.memory.evictions = self._kv.pool.evictions
-        counters.service.merge(self._scheduler.service)
+        counters.service.merge(self._scheduler.accounts.service)
         counters.runtime.merge(self._runtime)
         return CoreStats(counters=counters, gauges=self._gauges())
 

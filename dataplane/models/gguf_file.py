@@ -78,7 +78,9 @@ class _Cursor:
             form = SCALARS[item]
             raw = self.take(count * struct.calcsize(form))
             return list(struct.unpack(f"<{count}{form[1]}", raw))
-        return [self.value(item) for _ in range(count)]
+        if item != STRING:
+            raise CheckpointError(f"{self.path.name} is damaged: unknown array type {item} at byte {self.at}")
+        return [self.text() for _ in range(count)]
 
 
 class GGUFFile:
@@ -110,7 +112,9 @@ class GGUFFile:
             key = cursor.text()
             metadata[key] = cursor.value(cursor.u32())
         entries = [_read_entry(cursor) for _ in range(tensor_count)]
-        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{path.name} is damaged: its alignment is {alignment!r}")
         base = -(-cursor.at // alignment) * alignment
         tensors = {entry.name: _placed(entry, base, len(data), path) for entry in entries}
         return cls(path, data, metadata, tensors)

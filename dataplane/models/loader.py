@@ -62,16 +62,12 @@ def load_model(path: Path, shape: ModelShape, *, positions: int, dtype: torch.dt
 
     Raises CheckpointError naming the tensors that are missing, left over or mis-shaped.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = build(shape, positions)
-    finally:
-        torch.set_default_dtype(before)
     with ExitStack() as stack:
         source = _open(path, shape, stack)
-        fill(model, source, path.name)
+        _check(source.shapes(), shape, positions, path.name)
+        model = _build(shape, positions, dtype, device)
+        for key, place in model.weights().items():
+            place.copy_(source.read(key))
         factors = source.rope_factors()
     if factors is not None:
         model.rotary.set_frequencies(inverse_frequencies(shape, factors))
@@ -79,9 +75,21 @@ def load_model(path: Path, shape: ModelShape, *, positions: int, dtype: torch.dt
     return model
 
 
-def fill(model: Model, source: Source, name: str) -> None:
-    """Copy every tensor of `source` to its place in `model`, after checking that they match one to one."""
-    places, found = model.weights(), source.shapes()
+def _build(shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device) -> Model:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return build(shape, positions)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(found: dict[str, tuple[int, ...]], shape: ModelShape, positions: int, name: str) -> None:
+    """The checkpoint's tensors and the model's match one to one, before any memory is taken for them."""
+    if shape.layers > len(found):
+        raise CheckpointError(f"{name} claims {shape.layers} layers and holds {len(found)} tensors")
+    places = _build(shape, positions, torch.float32, torch.device("meta")).weights()
     missing, extra = sorted(places.keys() - found.keys()), sorted(found.keys() - places.keys())
     if missing:
         raise CheckpointError(f"{name} lacks {_some(missing)}")
@@ -90,8 +98,6 @@ def fill(model: Model, source: Source, name: str) -> None:
     for key, place in places.items():
         if found[key] != tuple(place.shape):
             raise CheckpointError(f"{name}: {key} has the shape {found[key]}, expected {tuple(place.shape)}")
-    for key, place in places.items():
-        place.copy_(source.read(key))
 
 
 def _open(path: Path, shape: ModelShape, stack: ExitStack) -> Source:

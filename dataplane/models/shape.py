@@ -7,6 +7,7 @@ without the weights. It reads metadata only, never a tensor.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -47,6 +48,18 @@ class ModelShape:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context")
+        wrong = [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if not wrong and self.heads % self.kv_heads:
+            wrong = [f"{self.heads} heads over {self.kv_heads} key heads"]
+        if not wrong and self.head_dim % 2:
+            wrong = [f"the odd head size {self.head_dim}"]
+        if not wrong and not (0 < self.rms_eps < 1 and 0 < self.rope_theta < math.inf):
+            wrong = [f"rms_eps {self.rms_eps}, rope_theta {self.rope_theta}"]
+        if wrong:
+            raise CheckpointError(f"the model's metadata cannot be: {', '.join(wrong)}")
+
     @property
     def kv_bytes_per_token(self) -> int:
         """2 · L · H_k · d_h · bytes (DOMAIN 3.1)."""
@@ -80,9 +93,10 @@ class ModelShape:
     @classmethod
     def read(cls, path: Path) -> Self:
         """From a GGUF file or a folder with `config.json`. Raises CheckpointError naming what is missing."""
-        if path.is_dir():
-            return cls.from_hf(path)
-        return cls.from_gguf(GGUFFile.open(path))
+        try:
+            return cls.from_hf(path) if path.is_dir() else cls.from_gguf(GGUFFile.open(path))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(f"the metadata of {path.name} is damaged: {error}") from error
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> Self:

@@ -23,10 +23,10 @@ SMALL_TABLE = 16
 
 
 class AttentionBackend(Protocol):
-    """Plan per step, run per layer. `capture` tells whether a planned step may be recorded and replayed."""
+    """Plan per step, run per layer. What `plan` returns refers to nothing but tensors of that step, the store and
+    constants, so that an executor which records a step may replay it with new contents in the same tensors."""
 
     name: str
-    capture: bool
 
     def plan(self, step: StepInput) -> Attention:
         """Everything about this step that does not depend on the layer."""
@@ -60,7 +60,6 @@ class TorchAttention:
     """
 
     name = "torch"
-    capture = False
 
     def __init__(self, store: KVStore, heads: int) -> None:
         self._store = store

@@ -12,25 +12,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dataplane.config import SchedulerConfig
 from dataplane.decoding.stop import stop_ids, take_until_stop
 from dataplane.errors import IntegrityError
 from dataplane.memory.manager import KVManager
-from dataplane.protocol import (
-    Histogram,
-    MemoryCounters,
-    RequestOutput,
-    SchedulingCounters,
-    ServiceCounters,
-    TenantService,
-)
+from dataplane.protocol import RequestOutput
 from dataplane.request import FINISH_REASONS, Request, RequestError, RequestState
+from dataplane.scheduling.accounting import Accounting
+from dataplane.scheduling.config import SchedulerConfig
 from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest, StepResult
 from dataplane.scheduling.queues import WaitingQueue
-
-PREEMPTED_FOR_BLOCKS = "recompute"
-MAX_TENANTS = 1024
-OTHER_TENANTS = "other"
 
 
 @dataclass(slots=True)
@@ -59,9 +49,7 @@ class Scheduler:
         self.kv = kv
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.counters = SchedulingCounters()
-        self.memory = MemoryCounters()
-        self.service = ServiceCounters()
+        self.accounts = Accounting()
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._dropped: list[str] = []
@@ -100,9 +88,6 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._requests)
 
-    def unfinished(self) -> int:
-        return len(self._requests)
-
     # ------------------------------------------------------------------------------------------------------- planning
 
     def plan(self, now: float) -> Plan:
@@ -111,13 +96,12 @@ class Scheduler:
         preempted = self._plan_running(draft, now)
         if not preempted:
             self._admit(draft, now)
-        self.counters.steps += 1
-        self.counters.token_budget += self.config.max_num_batched_tokens
-        self.counters.tokens_scheduled += self.config.max_num_batched_tokens - draft.budget
+        budget = self.config.max_num_batched_tokens
+        step = self.accounts.planned(budget - draft.budget, budget)
         dropped, self._dropped = self._dropped, []
         scrub, self._scrub = self._scrub, []
         return Plan(
-            step=self.counters.steps,
+            step=step,
             tokens=draft.tokens,
             samples=frozenset(draft.samples),
             new=tuple(draft.new),
@@ -198,16 +182,8 @@ class Scheduler:
             request.admission = self._admissions
             request.scheduled = now
             request.cached = cached
-            self._tenant(request).cached_tokens += cached
-            self._serve_prompt(request, cached)
-        if not self.kv.prefix_caching:
-            return
-        if first:
-            self.memory.prefix_queries += request.wanted
-            self.memory.prefix_hits += cached
-        else:
-            self.memory.recompute_queries += request.wanted
-            self.memory.recompute_hits += cached
+        if self.kv.prefix_caching:
+            self.accounts.looked_up(request, cached, first=first)
 
     def _schedule(self, draft: _Draft, request: Request, count: int) -> None:
         """Put `count` tokens of `request` into the step."""
@@ -221,7 +197,7 @@ class Scheduler:
         draft.pairs += count * start + count * (count + 1) // 2
         draft.context += end
         request.computed = end
-        self._serve_prompt(request, end)
+        self.accounts.computed(request)
 
     def _preempt(self, request: Request, now: float) -> None:
         """Take a running request's blocks; it starts over later, before those that never ran."""
@@ -233,14 +209,13 @@ class Scheduler:
         request.preemptions += 1
         self._dropped.append(request.request_id)
         self.waiting.push_front(request)
-        causes = self.counters.preemptions
-        causes[PREEMPTED_FOR_BLOCKS] = causes.get(PREEMPTED_FOR_BLOCKS, 0) + 1
+        self.accounts.preempted()
 
     # --------------------------------------------------------------------------------------------------------- results
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
         """Take the result of `plan`: append tokens, end what ended. Requests gone meanwhile are passed over."""
-        self._charge_time(plan, result.seconds.total)
+        self.accounts.charge_time(plan, result.seconds.total, self._requests)
         outputs = []
         for request_id in plan.tokens:
             request = self._requests.get(request_id)
@@ -256,15 +231,7 @@ class Scheduler:
 
     def _take(self, request: Request, sampled: list[int], with_prefill: bool, now: float) -> RequestOutput:
         tokens, state, stop_reason = take_until_stop(request, sampled, self._eos)
-        if request.first_token is None:
-            request.first_token = now
-        elif with_prefill and request.last_token is not None:
-            if self.service.itl_with_prefill is None:
-                self.service.itl_with_prefill = Histogram()
-            self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / len(tokens), len(tokens))
-        request.last_token = now
-        self.counters.output_tokens += len(tokens)
-        self._tenant(request).output_tokens += len(tokens)
+        self.accounts.generated(request, len(tokens), now, with_prefill=with_prefill)
         if state is not None:
             return self._finish(request, state, now, tokens, stop_reason)
         return self._output(request, tokens)
@@ -289,7 +256,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.move(state)
         del self._requests[request.request_id]
-        self._tenant(request).finished += 1
+        self.accounts.finished(request)
         return self._output(request, tokens or [], stop_reason)
 
     def _output(self, request: Request, tokens: list[int], stop_reason: int | None = None) -> RequestOutput:
@@ -306,38 +273,9 @@ class Scheduler:
             error=request.error,
         )
 
-    # ------------------------------------------------------------------------------------------------------ accounting
-
-    def _tenant(self, request: Request) -> TenantService:
-        """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
-        tenants = self.counters.tenants
-        name = request.tenant if request.tenant in tenants or len(tenants) < MAX_TENANTS else OTHER_TENANTS
-        return tenants.setdefault(name, TenantService())
-
-    def _serve_prompt(self, request: Request, computed: int) -> None:
-        """Count prompt tokens the first time they are computed or found; a recompute serves nobody anew."""
-        served = min(computed, request.prompt_len)
-        if served > request.served_prompt:
-            self.counters.prompt_tokens += served - request.served_prompt
-            self._tenant(request).prompt_tokens += served - request.served_prompt
-            request.served_prompt = served
-
     def _accrue(self, request: Request, now: float) -> None:
-        """Charge the blocks held since the last time; a shared block is charged to each of its holders."""
-        spent = self.kv.held(request.request_id) * max(0.0, now - request.kv_since)
-        request.kv_since = now
-        request.kv_block_seconds += spent
-        self._tenant(request).kv_block_seconds += spent
-
-    def _charge_time(self, plan: Plan, seconds: float) -> None:
-        """Share the step's time out by tokens scheduled."""
-        total = plan.total_tokens
-        for request_id, count in plan.tokens.items():
-            request = self._requests.get(request_id)
-            if request is not None:
-                share = seconds * count / total
-                request.device_seconds += share
-                self._tenant(request).device_seconds += share
+        """Charge the blocks held so far, before their number changes."""
+        self.accounts.charge_blocks(request, self.kv.held(request.request_id), now)
 
     @property
     def empty_slots(self) -> int:

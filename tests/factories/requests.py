@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dataplane.config import SchedulerConfig
 from dataplane.memory.manager import KVManager
 from dataplane.protocol import RequestOutput, SamplingParams
 from dataplane.request import Request
+from dataplane.scheduling.config import SchedulerConfig
 from dataplane.scheduling.plan import Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
 

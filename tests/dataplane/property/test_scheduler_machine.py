@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dataplane.config import SchedulerConfig
 from dataplane.memory.manager import KVManager
 from dataplane.protocol import FinishReason
+from dataplane.scheduling.config import SchedulerConfig
 from dataplane.scheduling.scheduler import Scheduler
 from tests.factories.requests import KVExecutor, generated, make_request, undisturbed
 

@@ -6,8 +6,9 @@ import pytest
 
 from dataplane.protocol import FinishReason, SamplingParams
 from dataplane.request import RequestError, RequestState
+from dataplane.scheduling.accounting import MAX_TENANTS
 from dataplane.scheduling.plan import Plan, StepResult, StepSeconds
-from dataplane.scheduling.scheduler import MAX_TENANTS, Scheduler
+from dataplane.scheduling.scheduler import Scheduler
 from tests.factories.requests import ScriptedExecutor, generated, make_request, make_scheduler, run_to_end
 
 
@@ -162,7 +163,7 @@ def test_a_watermark_saves_preemptions() -> None:
         for index in range(12):
             scheduler.add(make_request(str(index), [index] * 15, max_tokens=12))
         run_to_end(scheduler, ScriptedExecutor(lambda _, position: position))
-        counts[watermark] = scheduler.counters.preemptions.get("recompute", 0)
+        counts[watermark] = scheduler.accounts.scheduling.preemptions.get("recompute", 0)
     assert counts[0.0] > 0
     assert counts[0.3] < counts[0.0]
 
@@ -211,8 +212,8 @@ def test_requests_of_one_step_share_what_it_computes() -> None:
     scheduler.add(make_request("a", [*range(32), 100]))
     scheduler.add(make_request("b", [*range(32), 200]))
     assert step(scheduler).tokens == {"a": 33, "b": 1}
-    assert scheduler.memory.prefix_queries == 66
-    assert scheduler.memory.prefix_hits == 32
+    assert scheduler.accounts.memory.prefix_queries == 66
+    assert scheduler.accounts.memory.prefix_hits == 32
 
 
 def test_hits_after_a_preemption_are_counted_apart() -> None:
@@ -220,10 +221,10 @@ def test_hits_after_a_preemption_are_counted_apart() -> None:
     scheduler.add(make_request("old", range(14), max_tokens=16))
     scheduler.add(make_request("new", range(50, 64), max_tokens=8))
     run_to_end(scheduler, ScriptedExecutor(lambda _, position: position))
-    assert scheduler.counters.preemptions == {"recompute": 1}
-    assert (scheduler.memory.prefix_queries, scheduler.memory.prefix_hits) == (28, 0)
-    assert scheduler.memory.recompute_queries > 0
-    assert scheduler.counters.prompt_tokens == 28
+    assert scheduler.accounts.scheduling.preemptions == {"recompute": 1}
+    assert (scheduler.accounts.memory.prefix_queries, scheduler.accounts.memory.prefix_hits) == (28, 0)
+    assert scheduler.accounts.memory.recompute_queries > 0
+    assert scheduler.accounts.scheduling.prompt_tokens == 28
 
 
 def test_service_is_counted_per_tenant() -> None:
@@ -236,7 +237,7 @@ def test_service_is_counted_per_tenant() -> None:
         seconds = StepSeconds(forward=0.5)
         scheduler.commit(plan, StepResult({name: [7] for name in plan.samples}, seconds=seconds), now + 1.0)
         now += 2.0
-    acme, beta = scheduler.counters.tenants["acme"], scheduler.counters.tenants["beta"]
+    acme, beta = scheduler.accounts.scheduling.tenants["acme"], scheduler.accounts.scheduling.tenants["beta"]
     assert (acme.prompt_tokens, acme.cached_tokens, acme.output_tokens, acme.finished) == (66, 32, 4, 2)
     assert (beta.prompt_tokens, beta.cached_tokens, beta.output_tokens, beta.finished) == (33, 0, 2, 1)
     assert acme.device_seconds + beta.device_seconds == pytest.approx(1.0)
@@ -250,8 +251,8 @@ def test_tenant_counters_are_bounded() -> None:
     for index in range(MAX_TENANTS + 5):
         scheduler.add(make_request(str(index), [1], max_tokens=1, tenant=f"t{index}"))
     run_to_end(scheduler, ScriptedExecutor(lambda _, position: position))
-    assert len(scheduler.counters.tenants) == MAX_TENANTS + 1
-    assert scheduler.counters.tenants["other"].finished == 5
+    assert len(scheduler.accounts.scheduling.tenants) == MAX_TENANTS + 1
+    assert scheduler.accounts.scheduling.tenants["other"].finished == 5
 
 
 def test_gaps_of_decodes_that_share_a_step_with_prefill_are_recorded() -> None:
@@ -259,12 +260,12 @@ def test_gaps_of_decodes_that_share_a_step_with_prefill_are_recorded() -> None:
     scheduler.add(make_request("a", range(4), max_tokens=8))
     step(scheduler, 1.0)
     step(scheduler, 2.0)
-    assert scheduler.service.itl_with_prefill is None
+    assert scheduler.accounts.service.itl_with_prefill is None
     scheduler.add(make_request("b", range(50, 90)))
     step(scheduler, 4.0)
-    assert scheduler.service.itl_with_prefill is not None
-    assert scheduler.service.itl_with_prefill.count == 1
-    assert scheduler.service.itl_with_prefill.total == pytest.approx(2.0)
+    assert scheduler.accounts.service.itl_with_prefill is not None
+    assert scheduler.accounts.service.itl_with_prefill.count == 1
+    assert scheduler.accounts.service.itl_with_prefill.total == pytest.approx(2.0)
 
 
 def test_empty_slots_are_the_unfilled_ends_of_tables() -> None:

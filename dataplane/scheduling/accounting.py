@@ -1,0 +1,93 @@
+"""What was served, to whom, and what it took.
+
+Layer: scheduling. Pure. The scheduler reports each event here once; counters only grow. It counts; it decides
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dataplane.protocol import Histogram, MemoryCounters, SchedulingCounters, ServiceCounters, TenantService
+from dataplane.request import Request
+from dataplane.scheduling.plan import Plan
+
+PREEMPTED_FOR_BLOCKS = "recompute"
+MAX_TENANTS = 1024
+OTHER_TENANTS = "other"
+
+
+class Accounting:
+    """Counters since boot, by layer."""
+
+    def __init__(self) -> None:
+        self.scheduling = SchedulingCounters()
+        self.memory = MemoryCounters()
+        self.service = ServiceCounters()
+
+    def planned(self, tokens: int, budget: int) -> int:
+        """A step was planned; its number."""
+        self.scheduling.steps += 1
+        self.scheduling.token_budget += budget
+        self.scheduling.tokens_scheduled += tokens
+        return self.scheduling.steps
+
+    def looked_up(self, request: Request, found: int, *, first: bool) -> None:
+        """A request's tokens were looked up in the prefix cache as it started, for the first time or again."""
+        if not first:
+            self.memory.recompute_queries += request.wanted
+            self.memory.recompute_hits += found
+            return
+        self.memory.prefix_queries += request.wanted
+        self.memory.prefix_hits += found
+        self.tenant(request).cached_tokens += found
+
+    def computed(self, request: Request) -> None:
+        """Count prompt tokens the first time they are computed or found; a recompute serves nobody anew."""
+        served = min(request.computed, request.prompt_len)
+        if served > request.served_prompt:
+            self.scheduling.prompt_tokens += served - request.served_prompt
+            self.tenant(request).prompt_tokens += served - request.served_prompt
+            request.served_prompt = served
+
+    def generated(self, request: Request, count: int, now: float, *, with_prefill: bool) -> None:
+        """`count` tokens came out; the gap before them is kept apart when prefill shared the step."""
+        if request.first_token is None:
+            request.first_token = now
+        elif with_prefill and request.last_token is not None:
+            if self.service.itl_with_prefill is None:
+                self.service.itl_with_prefill = Histogram()
+            self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / count, count)
+        request.last_token = now
+        self.scheduling.output_tokens += count
+        self.tenant(request).output_tokens += count
+
+    def preempted(self) -> None:
+        causes = self.scheduling.preemptions
+        causes[PREEMPTED_FOR_BLOCKS] = causes.get(PREEMPTED_FOR_BLOCKS, 0) + 1
+
+    def finished(self, request: Request) -> None:
+        self.tenant(request).finished += 1
+
+    def charge_blocks(self, request: Request, held: int, now: float) -> None:
+        """Charge `held` blocks since the last time; a shared block is charged to each of its holders."""
+        spent = held * max(0.0, now - request.kv_since)
+        request.kv_since = now
+        request.kv_block_seconds += spent
+        self.tenant(request).kv_block_seconds += spent
+
+    def charge_time(self, plan: Plan, seconds: float, requests: Mapping[str, Request]) -> None:
+        """Share a step's time out by tokens scheduled; what a request that is gone used is nobody's."""
+        total = plan.total_tokens
+        for request_id, count in plan.tokens.items():
+            request = requests.get(request_id)
+            if request is not None:
+                share = seconds * count / total
+                request.device_seconds += share
+                self.tenant(request).device_seconds += share
+
+    def tenant(self, request: Request) -> TenantService:
+        """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
+        tenants = self.scheduling.tenants
+        name = request.tenant if request.tenant in tenants or len(tenants) < MAX_TENANTS else OTHER_TENANTS
+        return tenants.setdefault(name, TenantService())
