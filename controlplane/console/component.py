@@ -50,8 +50,7 @@ def component(resources: Resources) -> Component:
     broadcaster = Broadcaster(load, templates, windows=WINDOWS, stale_after_s=resources.settings.stale_after_s)
 
     @asynccontextmanager
-    async def live(app: Litestar) -> AsyncIterator[None]:
-        templates.lend(app)
+    async def live(_: Litestar) -> AsyncIterator[None]:
         async with running(broadcaster, resources.redis):
             yield
 
@@ -67,7 +66,7 @@ def component(resources: Resources) -> Component:
     return Component(
         routes=[pages, static],
         lifespans=[live],
-        state={"console": Console(templates=templates, broadcaster=broadcaster)},
+        state={"console": Console(templates=templates, broadcaster=broadcaster), "templates": templates},
     )
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from litestar import Litestar
 from markupsafe import Markup
 
 from controlplane.console import presenters
@@ -41,11 +40,6 @@ class Templates:
             version = hashlib.sha256((self._static / path).read_bytes()).hexdigest()[:12]
             self._versions[path] = version
         return f"/static/{path}?v={version}"
-
-    def lend(self, app: Litestar) -> None:
-        """Give the application's own engine, which renders errors.html, what the layouts use."""
-        if app.template_engine is not None:
-            app.template_engine.engine.globals |= {"static": self.static, "p": presenters}
 
     def render(self, template: str, **context: Any) -> Markup:
         """The text of `template`, safe to place inside another one."""
