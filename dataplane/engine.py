@@ -70,10 +70,9 @@ class EngineCore:
             kv_bytes=self._runner.store.nbytes,
         )
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises RequestError when it can never run."""
-        model = self.config.model
-        prompt = request.prompt_token_ids
+    def validate(self, request: EngineRequest) -> None:
+        """Raises RequestError when `request` can never run here. Queues nothing."""
+        model, prompt = self.config.model, request.prompt_token_ids
         validate_params(
             request.params, vocab_size=model.shape.vocab, max_model_len=model.max_model_len, prompt_len=len(prompt)
         )
@@ -83,8 +82,17 @@ class EngineCore:
             raise RequestError(f"fair_tag must be finite, got {request.fair_tag}", param="fair_tag")
         if request.adapter:
             raise RequestError(f"the adapter {request.adapter} is not loaded", "model_not_found", "model")
-        seed = self._seeds.getrandbits(63)
-        self._scheduler.add(Request.of(request, now=self._clock(), max_model_len=model.max_model_len, seed=seed))
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError when it can never run, its id is in use, or too many wait."""
+        self.validate(request)
+        now, limit = self._clock(), self.config.model.max_model_len
+        self._scheduler.add(Request.of(request, now=now, max_model_len=limit, seed=self._seeds.getrandbits(63)))
+
+    @property
+    def room(self) -> int:
+        """How many requests may still be queued."""
+        return self.config.scheduler.max_waiting - len(self._scheduler.waiting)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests now and free their blocks; their last outputs. Unknown ids are ignored."""

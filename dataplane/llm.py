@@ -87,19 +87,18 @@ class LLM:
         Raises RequestError, before any of them runs, when one prompt cannot.
         """
         tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        each = self._params(params, len(tokens))
-        running: dict[str, _Progress] = {}
+        requests = [
+            EngineRequest(
+                request_id=f"offline-{next(self._ids)}", prompt_token_ids=prompt, params=chosen, arrived_at=time.time()
+            )
+            for prompt, chosen in zip(tokens, self._params(params, len(tokens)), strict=True)
+        ]
+        for request in requests:
+            self.core.validate(request)
         try:
-            for prompt, chosen in zip(tokens, each, strict=True):
-                request_id = f"offline-{next(self._ids)}"
-                self.core.add(
-                    EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=chosen, arrived_at=time.time())
-                )
-                running[request_id] = _Progress(prompt, IncrementalDetokenizer(self.tokenizer, chosen.stop))
-        except RequestError:
-            self.core.abort(running)
-            raise
-        return self._run(running)
+            return self._run(requests)
+        finally:
+            self.core.abort(request.request_id for request in requests)
 
     def chat(
         self,
@@ -121,12 +120,17 @@ class LLM:
             raise RequestError(f"{count} prompts came with {len(params)} sampling parameters", param="params")
         return params
 
-    def _run(self, running: dict[str, _Progress]) -> list[Completion]:
+    def _run(self, requests: list[EngineRequest]) -> list[Completion]:
+        running: dict[str, _Progress] = {}
         done: dict[str, Completion] = {}
-        while len(done) < len(running):
+        while len(done) < len(requests):
+            for request in requests[len(running) : len(running) + self.core.room]:
+                self.core.add(request)
+                detokenizer = IncrementalDetokenizer(self.tokenizer, request.params.stop)
+                running[request.request_id] = _Progress(request.prompt_token_ids, detokenizer)
             for output in self.core.step():
                 self._take(output, running, done)
-        return [done[request_id] for request_id in running]
+        return [done[request.request_id] for request in requests]
 
     def _take(self, output: RequestOutput, running: dict[str, _Progress], done: dict[str, Completion]) -> None:
         progress = running[output.request_id]

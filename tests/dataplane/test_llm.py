@@ -89,3 +89,23 @@ def test_one_prompt_that_cannot_run_stops_the_call_and_leaves_nothing(llm: LLM) 
     with pytest.raises(RequestError, match="2 prompts came with 1"):
         llm.generate(["a", "b"], [GREEDY])
     assert llm.generate([]) == []
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_as_it_empties() -> None:
+    small = LLM("smollm2", threads=1, num_blocks=64, max_model_len=256, max_waiting=2, max_num_seqs=2)
+    prompts = [f"Number {index}:" for index in range(7)]
+    made = small.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2))
+    assert [completion.prompt_token_ids for completion in made] == [small.tokenizer.encode(text) for text in prompts]
+    assert {len(completion.token_ids) for completion in made} == {2}
+    assert small.core.stats().gauges.blocks_used == 0
+
+
+def test_an_interrupted_call_leaves_no_request_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "_take", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], GREEDY)
+    monkeypatch.undo()
+    assert llm.generate(["1, 2, 3, 4,"], GREEDY)[0].text.startswith(" 5")

@@ -20,7 +20,7 @@ from dataplane.llm import LLM
 from dataplane.protocol import SamplingParams
 
 TIE = 1e-4
-COUNT = 16
+COUNT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 
 QUESTIONS = [
@@ -88,7 +88,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", threads=1)
+    return LLM("smollm2", threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_tokens_are_transformers_greedy_choice_alone_batched_and_with_a_warm_cac
         for answer in made:
             assert len(answer) == COUNT
             oracle.judge(prompt, answer)
-    assert len(oracle.ties) <= 2, "more near-ties than float32 explains"
+    assert len(oracle.ties) <= 2, f"more near-ties than float32 explains: {oracle.ties}"
     if not oracle.ties:
         assert alone == batched == warm
 
