@@ -104,7 +104,11 @@ class _Parts:
             in_flight=lambda: self.gateway.in_flight,
             policy_epoch=lambda: max(self._feed.epoch, self._fleet.view.epoch if self._fleet.view else 0),
         )
-        metrics.observe(in_flight=lambda: float(self.gateway.in_flight), listening=lambda: float(self._feed.listening))
+        metrics.observe(
+            in_flight=lambda: float(self.gateway.in_flight),
+            listening=lambda: float(self._feed.listening),
+            ready_replicas=lambda: float(self._fleet.ready()),
+        )
 
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
 from controlplane.gateway.policy import PolicyChange
+from dataplane.protocol import ReplicaState
 
 REREAD_S = 1.0
 ANYWAY_S = 30.0
@@ -62,6 +63,10 @@ class FleetDirectory:
     def knows(self, replica: str) -> bool:
         """Whether the fleet has a replica of this name."""
         return replica in self._names
+
+    def ready(self) -> int:
+        """How many replicas are READY, as far as this gateway has heard."""
+        return sum(route.state is ReplicaState.READY for routes in self._replicas.values() for route in routes)
 
     def adopt(self, view: FleetView) -> None:
         """Take `view` as the present one."""

@@ -66,7 +66,13 @@ class GatewayMetrics:
             registry=registry,
         )
 
-    def observe(self, *, in_flight: Callable[[], float], listening: Callable[[], float]) -> None:
+    def observe(
+        self,
+        *,
+        in_flight: Callable[[], float],
+        listening: Callable[[], float],
+        ready_replicas: Callable[[], float],
+    ) -> None:
         """Register the gauges that are read when scraped."""
         Gauge("tidegate_gateway_in_flight", "Requests in flight.", registry=self._registry).set_function(in_flight)
         Gauge(
@@ -74,6 +80,11 @@ class GatewayMetrics:
             "1 while policy changes are heard at once, 0 while cached policy is read again as it ages.",
             registry=self._registry,
         ).set_function(listening)
+        Gauge(
+            "tidegate_gateway_ready_replicas",
+            "Replicas that are READY in this gateway's view of the fleet.",
+            registry=self._registry,
+        ).set_function(ready_replicas)
 
     def ended(self, record: RequestRecord) -> None:
         """An accepted inference request has ended."""

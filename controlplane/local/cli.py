@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import click
+import msgspec
 from rich.console import Console
 
 from controlplane.local.errors import ExitCode, LocalError
@@ -46,18 +47,12 @@ def _default_home() -> Path:
     help="Data folder. Default: TIDEGATE_HOME or ./.tidegate.",
 )
 @click.option("--host", default=LOOPBACK, show_default=True, help="Address the gateway and the console listen on.")
-@click.option(
-    "--port-control", type=click.IntRange(1, 65535), default=7300, show_default=True, help="Console and admin API."
-)
-@click.option("--port-gateway", type=click.IntRange(1, 65535), default=7301, show_default=True, help="Tenants' API.")
-@click.option(
-    "--port-replica", type=click.IntRange(1, 65535), default=7310, show_default=True, help="The engine's front."
-)
-@click.option(
-    "--port-postgres", type=click.IntRange(1, 65535), default=7332, show_default=True, help="Embedded PostgreSQL."
-)
-@click.option("--port-valkey", type=click.IntRange(1, 65535), default=7379, show_default=True, help="Embedded Valkey.")
-@click.option("--free-ports", is_flag=True, help="Take free ports instead of the ones above.")
+@click.option("--port-control", type=click.IntRange(1, 65535), help="Console and admin API.  [default: 7300]")
+@click.option("--port-gateway", type=click.IntRange(1, 65535), help="Tenants' API.  [default: 7301]")
+@click.option("--port-replica", type=click.IntRange(1, 65535), help="The engine's front.  [default: 7310]")
+@click.option("--port-postgres", type=click.IntRange(1, 65535), help="Embedded PostgreSQL.  [default: 7332]")
+@click.option("--port-valkey", type=click.IntRange(1, 65535), help="Embedded Valkey.  [default: 7379]")
+@click.option("--free-ports", is_flag=True, help="Take free ports for those not given.")
 @click.option(
     "--model", default="smollm2", show_default=True, help="Built-in name, a GGUF file or a folder with safetensors."
 )
@@ -69,11 +64,11 @@ def up(
     *,
     home: Path | None,
     host: str,
-    port_control: int,
-    port_gateway: int,
-    port_replica: int,
-    port_postgres: int,
-    port_valkey: int,
+    port_control: int | None,
+    port_gateway: int | None,
+    port_replica: int | None,
+    port_postgres: int | None,
+    port_valkey: int | None,
     free_ports: bool,
     model: str,
     no_replica: bool,
@@ -95,15 +90,21 @@ def up(
         if home is not None:
             raise click.UsageError("--check always uses a temporary folder; leave --home out")
         sys.exit(run_check(model=model, console=console, error_console=errors))
-    chosen = Ports(
-        control=port_control, gateway=port_gateway, replica=port_replica, postgres=port_postgres, valkey=port_valkey
-    )
+    named = {
+        "control": port_control,
+        "gateway": port_gateway,
+        "replica": port_replica,
+        "postgres": port_postgres,
+        "valkey": port_valkey,
+    }
+    others = Ports.free() if free_ports else Ports()
+    chosen = msgspec.structs.replace(others, **{name: port for name, port in named.items() if port is not None})
     display = Display(console, errors)
     stack = Stack(
         Options(
             home=home or _default_home(),
             host=host,
-            ports=Ports.free() if free_ports else chosen,
+            ports=chosen,
             model=model,
             replica=not no_replica,
         ),

@@ -26,6 +26,7 @@ TITLES = {
     "gateway": "gateway",
     "worker": "worker with beat",
     "replica": "replica",
+    "route": "route to the replica",
 }
 
 

@@ -27,7 +27,8 @@ from controlplane.local.home import Endpoints, Home
 from controlplane.local.postgres import EmbeddedPostgres
 from controlplane.local.process import ProcessSpec, ProcessUnit, ServerUnit, Unit, answers_ok
 from controlplane.local.replica import ReplicaUnit
-from controlplane.local.supervisor import Observer, Supervisor
+from controlplane.local.route_probe import RouteProbe
+from controlplane.local.supervisor import PROBE_EVERY_S, Observer, Supervisor
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.local.worker_probe import WorkerProbe
 from controlplane.settings import Secret, Settings, SettingsError
@@ -37,6 +38,7 @@ DEMO_SERVED = "smollm2-135m-instruct"
 GATEWAY_ID = "gateway-0"
 STOP_ORDER = ("gateway", "replica", "worker", "control", "valkey", "postgres")
 """Requests end first, then those who report about them, then those who store it."""
+ROUTED_WITHIN_S = 30.0
 TIDEGATE = (sys.executable, "-P", "-m", "controlplane")
 
 
@@ -109,6 +111,8 @@ class Stack:
         admin, demo = asyncio.run(bootstrap(self.home, settings, pool, served))
         self._progress.done("bootstrap", f"operator {admin.email}, tenant {demo.tenant}")
         self._supervisor.launch(self._units(environment, settings, pool, served))
+        if options.replica:
+            self._wait_for_route(settings, admin)
         running = Running(
             console_url=_url(options.host, options.ports.control),
             gateway_url=settings.public_gateway_url,
@@ -220,6 +224,25 @@ class Stack:
             ) from None
         now = migrate.head()
         self._progress.done("migrations", f"at {now}" if before == now else f"{before or 'empty'} → {now}")
+
+    def _wait_for_route(self, settings: Settings, admin: Admin) -> None:
+        """Until the gateway, too, has heard that the replica is READY: from then on the first request is answered."""
+        assert self._supervisor is not None
+        self._progress.step("route")
+        probe = RouteProbe(
+            control_url=settings.control_url,
+            gateway_url=_url(self.options.host, self.options.ports.gateway),
+            replica_url=_url(ports.LOOPBACK, self.options.ports.replica),
+            api_token=Secret(admin.api_token),
+            metrics_token=settings.metrics_token or settings.internal_token,
+        )
+        begin = time.monotonic()
+        while (seen := probe()) is None:
+            if time.monotonic() - begin > ROUTED_WITHIN_S:
+                log = self.home.log("gateway")
+                raise LocalError(f"the gateway heard of no ready replica within {ROUTED_WITHIN_S:.0f} s (log: {log})")
+            self._supervisor.turn(PROBE_EVERY_S)
+        self._progress.done("route", seen)
 
     def _units(self, environment: dict[str, str], settings: Settings, pool: str, served: str) -> list[Unit]:
         options, chosen = self.options, self.options.ports

@@ -38,7 +38,7 @@ def refused(done: subprocess.CompletedProcess[str], code: ExitCode) -> str:
 def test_a_port_in_use_names_the_port_and_the_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = tidegate("up", "--home", tmp_path / "home", "--port-gateway", str(port))
+        done = tidegate("up", "--home", tmp_path / "home", "--free-ports", "--port-gateway", str(port))
     sentence = refused(done, ExitCode.PORT_IN_USE)
     assert f"port {port} for the gateway is in use" in sentence
     assert "--port-gateway" in sentence
