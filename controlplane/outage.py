@@ -23,6 +23,8 @@ _DATABASE_AWAY = (
     ConnectionError,
     TimeoutError,
 )
+_AWAY_STATES = ("08", "57P01", "57P02", "57P03", "53300")
+"""SQLSTATEs (or their class) of a server that is shutting down, starting up, full, or out of reach."""
 _REDIS_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 
 
@@ -32,8 +34,10 @@ def away(error: BaseException) -> str | None:
         return "redis"
     if isinstance(error, _DATABASE_AWAY):
         return "database"
-    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.connection_invalidated:
-        return "database"
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        state = getattr(error.orig, "sqlstate", None) or ""
+        if error.connection_invalidated or state.startswith(_AWAY_STATES):
+            return "database"
     return None
 
 

@@ -22,6 +22,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_PROMPTS = 64
+MAX_MESSAGES = 2048
 MAX_CHOICES = 128
 MAX_INT = 2**31 - 1
 COMPLETION_MAX_TOKENS = 16
@@ -143,6 +144,8 @@ def parse_chat(raw: bytes, model: str) -> ChatCall:
     body = _decode(raw, _ChatBody, UNSUPPORTED_CHAT, model)
     if not body.messages:
         raise invalid("messages must hold at least one message", "messages")
+    if len(body.messages) > MAX_MESSAGES:
+        raise invalid(f"messages must hold at most {MAX_MESSAGES} messages, got {len(body.messages)}", "messages")
     messages = [_message(index, message) for index, message in enumerate(body.messages)]
     limit, limit_param = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:

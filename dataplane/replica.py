@@ -131,11 +131,9 @@ class Replica:
     async def begin(self, call: Call, caller: Caller, accepted: float) -> Attempt:
         """Tokenise, check and give the call to the core. Raises ApiError; nothing is left behind then."""
         self.check_open()
-        prompts = await self._encode(call)
+        prompts = await self._encode(call, self._ready().max_model_len)
         self.check_open()
-        ready = self.core.ready
-        if ready is None:
-            raise self._unavailable()
+        ready = self._ready()
         for prompt in prompts:
             self._validate(call, prompt, ready)
         if self.core.in_flight + len(prompts) > self.config.max_sequences:
@@ -191,21 +189,32 @@ class Replica:
         service.received += len(prompts)
         return attempt
 
-    async def _encode(self, call: Call) -> list[list[int]]:
+    async def _encode(self, call: Call, limit: int) -> list[list[int]]:
         if isinstance(call, ChatCall):
             size = sum(len(message["content"]) + 16 for message in call.messages)
         elif isinstance(call, CompletionCall):
             size = sum(len(prompt) for prompt in call.prompts)
         try:
-            return self._tokenise(call) if size <= INLINE_CHARACTERS else await asyncio.to_thread(self._tokenise, call)
+            if size <= INLINE_CHARACTERS:
+                return self._tokenise(call, limit)
+            return await asyncio.to_thread(self._tokenise, call, limit)
         except RequestError as error:
-            raise ApiError(400, error.message, code=error.code, param=error.param) from None
+            param = "messages" if isinstance(call, ChatCall) and error.param == "prompt" else error.param
+            raise ApiError(400, error.message, code=error.code, param=param) from None
 
-    def _tokenise(self, call: Call) -> list[list[int]]:
+    def _tokenise(self, call: Call, limit: int) -> list[list[int]]:
         if isinstance(call, ChatCall):
-            return [self._tokenizer.apply_chat_template(call.messages, add_generation_prompt=True)]
+            return [self._tokenizer.apply_chat_template(call.messages, add_generation_prompt=True, limit=limit)]
         assert isinstance(call, CompletionCall)
-        return [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+        return [
+            self._tokenizer.encode(prompt, limit=limit) if isinstance(prompt, str) else prompt
+            for prompt in call.prompts
+        ]
+
+    def _ready(self) -> CoreReady:
+        if self.core.ready is None:
+            raise self._unavailable()
+        return self.core.ready
 
     def _validate(self, call: Call, prompt: list[int], ready: CoreReady) -> None:
         chat = isinstance(call, ChatCall)

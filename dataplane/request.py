@@ -157,7 +157,7 @@ def validate_params(params: SamplingParams, *, vocab_size: int, max_model_len: i
     _within("min_p", params.min_p, 0.0, 1.0)
     _within("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
-    _within("repetition_penalty", params.repetition_penalty, 0.0, 10.0, above=True)
+    _within("repetition_penalty", params.repetition_penalty, 0.01, 10.0)
     _within("top_k", params.top_k, 0, math.inf)
     if params.seed is not None:
         _within("seed", params.seed, -MAX_SEED - 1, MAX_SEED)

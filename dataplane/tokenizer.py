@@ -23,6 +23,10 @@ from dataplane.request import RequestError
 __all__ = ["Tokenizer", "load_tokenizer"]
 
 CONTROL, USER_DEFINED = 3, 4
+WINDOW_CHARACTERS = 8
+"""Characters per token of the limit that are tokenized at once when a long text is measured."""
+CUT_TOKENS = 64
+"""More tokens than a cut through a text may add to a window of it."""
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE_MARK = "▁"
 LLAMA3_WORDS = (
@@ -55,10 +59,32 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, after the beginning-of-sequence token where the model wants one."""
-        ids: list[int] = self._backend.encode(_sound(text), add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Ids of `text`, after the beginning-of-sequence token where the model wants one.
+
+        With `limit`, a text that is far beyond that many tokens raises RequestError (context_length_exceeded)
+        before all of it is tokenized, so that time and memory stay bounded whatever is sent.
+        """
+        text = _sound(text)
+        if limit is not None:
+            self._refuse_far_longer(text, limit)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return [*self._bos, *ids] if add_special_tokens else ids
+
+    def _refuse_far_longer(self, text: str, limit: int) -> None:
+        width = WINDOW_CHARACTERS * limit
+        if len(text) <= width:
+            return
+        known = 0
+        for start in range(0, len(text), width):
+            window = self._backend.encode(text[start : start + width], add_special_tokens=False)
+            known += max(0, len(window) - CUT_TOKENS)
+            if known > limit:
+                raise RequestError(
+                    f"this model's context is {limit} tokens and the prompt has more than {known}",
+                    "context_length_exceeded",
+                    "prompt",
+                )
 
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of `messages`. Raises RequestError when the template is missing or refuses them."""
@@ -69,11 +95,16 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        limit: int | None = None,
+        **variables: Any,
     ) -> list[int]:
-        """Ids of `messages` as this model's prompt; `variables` are handed to the template."""
+        """Ids of `messages` as this model's prompt, bounded as in `encode`; `variables` go to the template."""
         text = self.render_chat(messages, add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, limit=limit)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""

@@ -22,7 +22,11 @@ class Filtered(NamedTuple):
 Filter = Callable[[Sequence[Candidate], RoutingSnapshot], Filtered]
 
 TIERS_CURRENT = (ReplicaState.READY, ReplicaState.STALE, ReplicaState.LOST)
-"""Order of preference. Silence (STALE, LOST) is missing evidence, not bad evidence: it never stops traffic (F19)."""
+"""Order of preference. Silence (STALE, LOST) is missing evidence, not bad evidence: it never stops traffic (F19).
+But when another replica's own word is heard, reports do arrive, and one that is LOST all the same is gone."""
+
+SPEAKING = frozenset({ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.FAILED})
+"""States that a replica's own recent report said."""
 
 TIERS_OLD = (*TIERS_CURRENT, ReplicaState.STARTING, ReplicaState.FAILED)
 """While states may be old, a replica that was starting or had failed is worth a try when nothing better is left.
@@ -44,6 +48,13 @@ def takes_requests(candidates: Sequence[Candidate], snapshot: RoutingSnapshot) -
         return Filtered(candidates, [])
     rejected = [Rejection(c.replica, f"{c.state} takes no requests") for c in candidates if c.state not in tiers]
     return Filtered(survivors, rejected)
+
+
+def not_gone(candidates: Sequence[Candidate], snapshot: RoutingSnapshot) -> Filtered:
+    """Drop the LOST as long as any replica of the model still speaks: their silence is then their own."""
+    if not snapshot.current or not any(c.state in SPEAKING for c in snapshot.candidates):
+        return Filtered(candidates, [])
+    return _partition(candidates, lambda c: c.state is not ReplicaState.LOST, "lost while others report")
 
 
 def prefer_reachable(candidates: Sequence[Candidate], snapshot: RoutingSnapshot) -> Filtered:
@@ -68,7 +79,7 @@ def best_state(candidates: Sequence[Candidate], snapshot: RoutingSnapshot) -> Fi
     return Filtered(survivors, rejected)
 
 
-FILTERS: tuple[Filter, ...] = (not_tried, takes_requests, prefer_reachable, best_state)
+FILTERS: tuple[Filter, ...] = (not_tried, takes_requests, not_gone, prefer_reachable, best_state)
 """In order: each sees what the one before left over."""
 
 

@@ -215,3 +215,29 @@ def test_tokenizing_does_not_load_torch() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("unit", ["hello wörld 12 x! ", "a", "\U0001f30a", "日本"])
+def test_a_text_far_beyond_the_limit_is_refused_before_it_is_all_tokenized(
+    ours: Tokenizer, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    backend = ours._backend
+
+    class Watched:
+        def encode(self, text: str, **options: bool) -> object:
+            seen.append(len(text))
+            return backend.encode(text, **options)
+
+    monkeypatch.setattr(ours, "_backend", Watched())
+    with pytest.raises(RequestError, match="more than") as caught:
+        ours.encode(unit * (1_000_000 // len(unit)), limit=100)
+    assert caught.value.code == "context_length_exceeded"
+    assert sum(seen) < 100_000, "the rest of the text was tokenized all the same"
+
+
+@pytest.mark.parametrize("unit", ["hello wörld 12 x! ", "a", " " * 64, "\U0001f30a"])
+def test_the_limit_never_refuses_what_fits_and_changes_no_id(ours: Tokenizer, unit: str) -> None:
+    text = unit * 2_000
+    ids = ours.encode(text)
+    assert ours.encode(text, limit=len(ids)) == ids

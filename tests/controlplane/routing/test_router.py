@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.routing.candidates import Candidate, RoutingSnapshot
-from controlplane.routing.filters import TIERS_CURRENT, TIERS_OLD
+from controlplane.routing.filters import SPEAKING, TIERS_CURRENT, TIERS_OLD
 from controlplane.routing.router import POLICY_VERSION, decide
 from dataplane.protocol import ReplicaState
 
@@ -68,7 +68,7 @@ def test_least_loaded_counts_own_and_others_requests() -> None:
     [
         ((ReplicaState.STALE, ReplicaState.READY), "r1"),
         ((ReplicaState.LOST, ReplicaState.STALE), "r1"),
-        ((ReplicaState.LOST, ReplicaState.DRAINING), "r0"),
+        ((ReplicaState.LOST, ReplicaState.LOST, ReplicaState.STALE), "r2"),
         ((ReplicaState.LOST,), "r0"),
         ((ReplicaState.FAILED, ReplicaState.STARTING, ReplicaState.DRAINING), None),
     ],
@@ -78,6 +78,15 @@ def test_f19_silence_is_the_last_resort_but_never_stops_traffic(
 ) -> None:
     replicas = [candidate(f"r{i}", state) for i, state in enumerate(states)]
     assert chosen(*replicas) == expected
+
+
+@pytest.mark.parametrize("other", [ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.FAILED])
+def test_a_lost_replica_is_gone_while_another_one_reports(other: ReplicaState) -> None:
+    lost, speaking = candidate("lost", ReplicaState.LOST), candidate("speaking", other)
+    decision = decide(snapshot(lost, speaking), 0.0, Random(1))
+    assert decision.choice is None
+    assert {rejection.candidate for rejection in decision.rejected} == {"lost", "speaking"}
+    assert chosen(lost, speaking, current=False) is not None
 
 
 def test_f19_old_bad_news_is_tried_when_nothing_better_is_known() -> None:
@@ -124,7 +133,12 @@ def test_every_candidate_is_chosen_an_alternative_or_rejected_with_a_reason(snap
 def test_the_choice_is_cheapest_of_its_tier_and_never_a_forbidden_state(snap: RoutingSnapshot, seed: int) -> None:
     decision = decide(snap, 0.0, Random(seed))
     tiers = TIERS_CURRENT if snap.current else TIERS_OLD
-    allowed = [c for c in snap.candidates if c.state in tiers and c.replica not in snap.excluded]
+    gone = snap.current and any(c.state in SPEAKING for c in snap.candidates)
+    allowed = [
+        c
+        for c in snap.candidates
+        if c.state in tiers and c.replica not in snap.excluded and not (gone and c.state is ReplicaState.LOST)
+    ]
     assert (decision.choice is None) == (not allowed)
     if decision.choice is None:
         return

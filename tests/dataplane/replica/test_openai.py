@@ -102,6 +102,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     ({"store": True}, "store", "unsupported_parameter"),
+    ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages", "invalid_value"),
     ({"prompt": "x"}, "prompt", "unknown_parameter"),
     ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
 ]

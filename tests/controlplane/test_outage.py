@@ -1,0 +1,33 @@
+"""Which errors mean that a store is away, as the drivers raise them through SQLAlchemy."""
+
+from __future__ import annotations
+
+import asyncpg
+import pytest
+import sqlalchemy.exc
+
+from controlplane.outage import away
+
+
+def wrapped(cause: asyncpg.PostgresError) -> sqlalchemy.exc.DBAPIError:
+    return sqlalchemy.exc.DBAPIError("SELECT 1", None, cause)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        asyncpg.CannotConnectNowError("the database system is starting up"),
+        asyncpg.AdminShutdownError("terminating connection"),
+        asyncpg.CrashShutdownError("terminating connection because of crash"),
+        asyncpg.TooManyConnectionsError("sorry, too many clients already"),
+        asyncpg.ConnectionFailureError("lost"),
+    ],
+)
+def test_f15_a_server_that_starts_stops_or_is_full_is_away(cause: asyncpg.PostgresError) -> None:
+    assert away(cause if isinstance(cause, asyncpg.CannotConnectNowError) else wrapped(cause)) == "database"
+    assert away(wrapped(cause)) == "database"
+
+
+def test_a_mistake_in_a_statement_is_no_outage() -> None:
+    assert away(wrapped(asyncpg.UniqueViolationError("twice"))) is None
+    assert away(ValueError("mine")) is None
