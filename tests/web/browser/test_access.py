@@ -123,6 +123,7 @@ def test_a_tenant_and_key_are_made_by_keyboard_alone(as_operator: OpenPage) -> N
     page.goto("/tenants")
     page.locator("#create-tenant-summary").focus()
     page.keyboard.press("Enter")
+    expect(page.locator("details[open] #create-tenant-summary")).to_be_visible()
     page.keyboard.press("Tab")
     page.keyboard.type("keys-only")
     page.keyboard.press("Tab")
