@@ -68,7 +68,7 @@ async def test_kill_9_mid_stream_gives_an_error_event_and_a_closed_stream_and_th
         assert ended - killed < 2.0
         (record,) = replica.journal.batch(10)
         assert (record.attempt_id, record.finish, record.basis) == ("attempt-1", "error", UsageBasis.COUNTED)
-        assert record.output_tokens == 2
+        assert record.output_tokens in {1, 2}  # the core may die between its two tokens
         await until(lambda: replica.state is ReplicaState.READY, "the core is back")
         assert replica.core.restarts == 1
         async with client.chat(stream=True) as stream:
