@@ -255,7 +255,8 @@ class BeatKeeper:
         self._stopping.set()
         if self._service is not None:
             self._service.stop()
-        self._thread.join(timeout=2 * BEAT_INTERVAL_S)
+        if self._thread.is_alive():  # a worker that never became ready has no beat
+            self._thread.join(timeout=2 * BEAT_INTERVAL_S)
 
     def _keep(self) -> None:
         while not self._stopping.is_set():

@@ -91,6 +91,9 @@ class Display:
             self._console.print("stopping (Ctrl-C again to kill)", style="dim")
         self._line("■", "dim", TITLES.get(name, name), "stopping")
 
+    def trouble(self, name: str, message: str) -> None:
+        self._line("!", "yellow", TITLES.get(name, name), message)
+
     def fail(self, message: str) -> None:
         self.rest()
         self._errors.print(f"[bold red]✗[/] {_escape(message)}", soft_wrap=True)

@@ -51,6 +51,8 @@ class Observer(Protocol):
 
     def stopping(self, name: str) -> None: ...
 
+    def trouble(self, name: str, message: str) -> None: ...
+
 
 @dataclass(slots=True)
 class Supervised:
@@ -156,8 +158,7 @@ class Supervisor:
             each = youngest_first[0]
             try:
                 self._observer.stopping(each.unit.name)
-                each.unit.stop(grace=None if orderly else 0.0)
-                self._forget(each)
+                self._halt(each, None if orderly else 0.0)
                 youngest_first.pop(0)
             except KeyboardInterrupt:
                 orderly = False
@@ -201,14 +202,21 @@ class Supervisor:
     def _ended(self, each: Supervised, how: str) -> None:
         served = time.monotonic() - each.since if each.state is State.READY else 0.0
         each.failures = 1 if served >= STABLE_AFTER_S else each.failures + 1
-        each.unit.stop(grace=0.0)
-        self._forget(each)
+        self._halt(each, 0.0)
         each.state = State.WAITING
         delay = restart_delay(each.failures, self._rng)
         each.due = time.monotonic() + delay
         if each.failures == LOOPING_AFTER:
             self._observer.looping(each.unit.name, logs.last_line(each.unit.log, each.log_begin))
         self._observer.ended(each.unit.name, how, delay)
+
+    def _halt(self, each: Supervised, grace: float | None) -> None:
+        """End a unit. What could not be written down about it is told; the others are dealt with all the same."""
+        try:
+            each.unit.stop(grace=grace)
+        except LocalError as error:
+            self._observer.trouble(each.unit.name, error.message)
+        self._forget(each)
 
     def _forget(self, each: Supervised) -> None:
         if each.registered is not None:

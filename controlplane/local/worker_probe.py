@@ -25,8 +25,9 @@ class WorkerProbe:
 
             self._app = Celery("probe", broker=self._broker.reveal())
         from kombu.exceptions import OperationalError
+        from redis.exceptions import RedisError
 
         try:
             return bool(self._app.control.ping(timeout=WAIT_S, limit=1))
-        except (OperationalError, OSError):
+        except (OperationalError, RedisError, OSError):  # away, or there and refusing to write (a full disk)
             return False

@@ -46,6 +46,9 @@ class Recorder:
     def stopping(self, name: str) -> None:
         self.events.append(("stopping", name))
 
+    def trouble(self, name: str, message: str) -> None:
+        self.events.append((message, name))
+
 
 class Stage:
     """A supervisor, what it told, and units for it."""
@@ -154,6 +157,34 @@ def test_a_second_interrupt_kills_what_does_not_stop(stage: Stage) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert not processes.is_alive(pid)
+
+
+class Unrecorded(ProcessUnit):
+    """Ends its process, and then cannot write that down."""
+
+    def stop(self, *, grace: float | None = None) -> None:
+        super().stop(grace=grace)
+        raise LocalError("the disk is full", ExitCode.DISK_FULL)
+
+
+def test_what_cannot_be_written_down_about_a_unit_keeps_no_other_from_its_stop(stage: Stage) -> None:
+    troubled = Unrecorded(stage.unit("troubled").spec)
+    stage.supervisor.launch([stage.unit("older"), troubled])
+    pids = stage.supervisor.pids()
+    assert stage.supervisor.stop()
+    assert [event for event in stage.recorder.events if event[0] != "ready"][-3:] == [
+        ("stopping", "troubled"),
+        ("the disk is full", "troubled"),
+        ("stopping", "older"),
+    ]
+    assert not any(processes.is_alive(pid) for pid in pids.values())
+
+
+def test_a_unit_that_ended_is_started_again_whatever_could_not_be_written_down(stage: Stage) -> None:
+    stage.supervisor.launch([Unrecorded(stage.unit("troubled").spec)])
+    os.kill(stage.supervisor.pids()["troubled"], signal.SIGKILL)
+    stage.turn_until(("ready", "troubled"), count=2)
+    stage.supervisor.stop()
 
 
 def test_a_killed_guardian_is_replaced(stage: Stage) -> None:
