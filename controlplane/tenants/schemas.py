@@ -22,7 +22,7 @@ Slug = Annotated[
     ),
 ]
 Name = Annotated[str, Meta(min_length=1, max_length=200, examples=["Acme Corporation"])]
-Priority = Annotated[int, Meta(ge=-100, le=100, description="higher goes first", examples=[0])]
+Priority = Annotated[int, Meta(ge=-100, le=100, description="lower goes first, as in the engine's queue", examples=[0])]
 Models = Annotated[
     list[Annotated[str, Meta(min_length=1, max_length=200)]],
     Meta(

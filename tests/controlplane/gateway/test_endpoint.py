@@ -108,6 +108,13 @@ async def test_f23_identity_comes_from_the_key_alone_and_forged_headers_are_coun
     assert served.metric("forged_headers_total") == 5
 
 
+async def test_the_tenants_priority_goes_to_the_engine_as_it_is(served: Running, replica: FakeReplica) -> None:
+    """The engine's queue serves lower numbers first, so that is what an operator's number means."""
+    async with served.post(CHAT, key=served.policy.key(tenant="urgent", priority=-7)) as response:
+        assert response.status == 200
+    assert replica.seen[0].headers["x-tidegate-priority"] == "-7"
+
+
 async def test_f33_secrets_reach_no_sink(
     served: Running, replica: FakeReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
