@@ -131,10 +131,10 @@ class Product:
         return self._read("admin.json")
 
     def request_log(self) -> list[dict[str, Any]]:
-        """The gateway's own lines, rotated files included."""
+        """The gateway's own whole lines, rotated files included."""
         lines: list[dict[str, Any]] = []
         for path in sorted(self.home.glob("gateway/*/requests.jsonl*")):
-            lines += [json.loads(line) for line in path.read_text().splitlines()]
+            lines += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return lines
 
     # -- calls ---------------------------------------------------------------------------------------------

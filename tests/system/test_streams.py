@@ -12,11 +12,13 @@ from tests.controlplane.local.processes import wait_until
 from tests.system.product import Product, chat, session
 
 
-def quiet(product: Product) -> bool:
-    """Nothing runs or waits, and every KV block is free or only cached."""
-    gauges = product.replica()["gauges"]
+def quiet(product: Product, since: float) -> bool:
+    """A report that came after `since` says: nothing runs or waits, and every KV block is free or only cached."""
+    replica = product.replica()
+    gauges, age = replica["gauges"], replica["age_s"]
     return (
         gauges is not None
+        and time.monotonic() - age > since
         and gauges.get("running", 0) == 0
         and gauges.get("waiting", 0) == 0
         and gauges.get("blocks_used", 0) == 0
@@ -35,7 +37,8 @@ async def test_32_concurrent_streams_all_finish_and_free_every_block(product: Pr
     assert [answer.status for answer in answers] == [200] * 32
     assert all(answer.done and answer.error is None for answer in answers)
     assert all(0 < answer.usage["completion_tokens"] <= 12 for answer in answers)
-    assert await asyncio.to_thread(wait_until, lambda: quiet(product)), product.replica()["gauges"]
+    ended = time.monotonic()
+    assert await asyncio.to_thread(wait_until, lambda: quiet(product, ended)), product.replica()["gauges"]
 
 
 async def test_the_openai_client_works_unchanged(product: Product) -> None:
@@ -81,15 +84,19 @@ async def test_a_client_that_leaves_frees_its_blocks_at_once(product: Product) -
         for task in leaving:
             task.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-    assert await asyncio.to_thread(wait_until, lambda: quiet(product)), product.replica()["gauges"]
-    ended = [line for line in product.request_log() if line["tenant"] == "leavers"]
-    assert [line["outcome"] for line in ended] == ["cancelled"] * 4
+    left = time.monotonic()
+
+    def outcomes() -> list[str]:
+        return [line["outcome"] for line in product.request_log() if line["tenant"] == "leavers"]
 
     def usage() -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = product.admin("GET", "/usage?tenant=leavers")["items"]
         return items
 
-    assert await asyncio.to_thread(wait_until, lambda: len(usage()) == 4)
+    assert await asyncio.to_thread(wait_until, lambda: len(outcomes()) == 4), outcomes()
+    assert outcomes() == ["cancelled"] * 4
+    assert await asyncio.to_thread(wait_until, lambda: len(usage()) == 4), usage()
+    assert await asyncio.to_thread(wait_until, lambda: quiet(product, left)), product.replica()["gauges"]
     for line in usage():
         assert line["finish"] == "abort"
         assert line["basis"] == "engine"

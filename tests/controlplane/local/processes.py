@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Look again until `condition` holds; False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

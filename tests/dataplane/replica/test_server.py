@@ -238,25 +238,6 @@ async def test_strangers_and_wrong_addresses(
             assert json.loads(await answer.read())["error"]["message"]
 
 
-async def test_a_long_prompt_is_tokenised_while_others_are_served(client: Client) -> None:
-    """So much text takes the tokenizer long; meanwhile the front answers."""
-    request = {"model": MODEL, "prompt": "lorem ipsum " * 60_000}
-    long = asyncio.create_task(_status(client, request))
-    answered = 0
-    while not long.done():
-        async with client.get("/healthz") as answer:
-            assert answer.status == 200
-        answered += 1
-        await asyncio.sleep(0.005)
-    assert await long == (400, "context_length_exceeded")
-    assert answered >= 3
-
-
-async def _status(client: Client, request: dict[str, Any]) -> tuple[int, str]:
-    async with client.post("/v1/completions", request) as answer:
-        return answer.status, json.loads(await answer.read())["error"]["code"]
-
-
 async def test_kill_9_of_the_core_mid_stream_and_back_to_ready(process: Process, client: Client) -> None:
     async with client.chat("Tell a long story.", stream=True, max_tokens=400, ignore_eos=True) as stream:
         seen = await stream.content.readany()
