@@ -65,12 +65,33 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --------------------------------------------------------------------------------------------------------------
 
 
+class GrammarKind(enum.StrEnum):
+    """What a constraint on the output is written in."""
+
+    JSON_OBJECT = "json_object"
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICE = "choice"
+
+
+class Grammar(Message, frozen=True, kw_only=True):
+    """The language the output must be in. `text` is the schema (JSON), the expression, the grammar, or a JSON list of
+    choices; empty for `json_object`."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 class SamplingParams(Message, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. Ranges are checked by `dataplane.request.validate_params`.
 
     `temperature` 0 is greedy; `top_k` 0 keeps all; `max_tokens` None means up to the context limit.
     `repetition_penalty` divides positive and multiplies negative logits of tokens already seen (CTRL);
     presence and frequency penalties subtract, over output tokens only (OpenAI).
+    `logprobs` asks for the log-probability of each output token and of the k likeliest beside it (0: of none beside
+    it); `prompt_logprobs` likewise for the prompt. They are those of the model, before any change to its logits.
+    `logit_bias` is added to the logits of its token ids; `bad_words` are token sequences that may not be completed.
     """
 
     max_tokens: int | None = None
@@ -86,10 +107,19 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 class EngineRequest(Message, frozen=True, kw_only=True):
-    """One sequence for the engine core. `tenant` and `fair_tag` come from the gateway, never from the client."""
+    """One sequence for the engine core. `tenant` and `fair_tag` come from the gateway, never from the client.
+
+    `forks` names further samples of the same prompt: each is a request of its own id once the prompt is computed, which
+    happens once; the k-th draws with seed + k. `read_cache` False computes the whole prompt anew (and still caches it).
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -101,6 +131,17 @@ class EngineRequest(Message, frozen=True, kw_only=True):
     deadline_at: float | None = None
     cache_salt: str = ""
     adapter: str = ""
+    forks: tuple[str, ...] = ()
+    read_cache: bool = True
+
+
+class TokenLogprob(Message, frozen=True, kw_only=True):
+    """One token's log-probability (natural logarithm), its rank (1 is likeliest), and the likeliest in order."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []
 
 
 class Timing(Message, frozen=True, kw_only=True):
@@ -125,6 +166,12 @@ class RequestOutput(Message, frozen=True, kw_only=True):
     kv_block_seconds: float = 0.0
     device_seconds: float = 0.0
     error: str | None = None
+    logprobs: list[TokenLogprob] = []
+    """One for each of `token_ids`, where they were asked for."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One for each prompt token but the first, which has None; with the first output only."""
+    host_tokens: int = 0
+    """How many of `cached_tokens` came back from host memory."""
 
 
 class AddRequest(Message, tag="add", frozen=True, kw_only=True):
@@ -217,6 +264,8 @@ class SchedulingCounters(Tally, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     token_budget: int = 0
+    wasted_tokens: int = 0
+    """Tokens computed for requests that had ended by the time their step came back."""
     preemptions: dict[str, int] = {}
     tenants: dict[str, TenantService] = {}
 
@@ -232,6 +281,12 @@ class MemoryCounters(Tally, kw_only=True):
     swapped_out: int = 0
     swapped_in: int = 0
     out_of_memory: int = 0
+    host_hits: int = 0
+    """Tokens of `prefix_hits` that came from host memory."""
+    offloaded: int = 0
+    """Blocks whose contents went to host memory when they were evicted."""
+    copied: int = 0
+    """Blocks copied because a shared one was written to."""
 
 
 class ProposerCounters(Tally, kw_only=True):
@@ -310,6 +365,9 @@ class Gauges(Message, frozen=True, kw_only=True):
     blocks_free: int = 0
     block_size: int = 0
     kv_slots_empty: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    waiting_for_remote_kv: int = 0
     credits: int = 0
     ranks: list[RankMemory] = []
     device: str = ""

@@ -84,6 +84,13 @@ class Request:
     fair_tag: float = 0.0
     salt: str = ""
     adapter: str = ""
+    forks: tuple[str, ...] = ()
+    read_cache: bool = True
+    deadline: float | None = None
+    """When the first token is worth nothing any more, on the core's clock."""
+    placeholders: int = 0
+    """Output tokens that steps in flight will yield; their values are not known yet."""
+    host_cached: int = 0
     state: RequestState = RequestState.WAITING
     computed: int = 0
     cached: int = 0
@@ -118,12 +125,14 @@ class Request:
             fair_tag=wire.fair_tag,
             salt=wire.cache_salt,
             adapter=wire.adapter,
+            forks=wire.forks,
+            read_cache=wire.read_cache,
         )
 
     @property
     def wanted(self) -> int:
-        """Tokens whose KV should exist after the next step."""
-        return len(self.tokens)
+        """Tokens whose KV should exist after the next step, those that steps in flight will yield among them."""
+        return len(self.tokens) + self.placeholders
 
     @property
     def generated(self) -> int:

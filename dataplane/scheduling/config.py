@@ -2,7 +2,41 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+
+
+class Batching(enum.StrEnum):
+    """When waiting requests may join those that run."""
+
+    CONTINUOUS = "continuous"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    SELECTIVE = "selective"
+
+
+class Capacity(enum.StrEnum):
+    """How many KV blocks an admission takes: those its tokens need now, or those it may ever need."""
+
+    ON_DEMAND = "on_demand"
+    RESERVE_MAX = "reserve_max"
+
+
+class Preemption(enum.StrEnum):
+    """How a request that lost its blocks gets its KV back; `auto` takes what is quicker for its length."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"
+
+
+class QueueOrder(enum.StrEnum):
+    """Who waits at the head, within one priority."""
+
+    FCFS = "fcfs"
+    FAIR_TAG = "fair_tag"
+    CACHE_AWARE = "cache_aware"
+    VTC = "vtc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +53,19 @@ class SchedulerConfig:
     """Share of the blocks that an admission must leave free, so that running requests can grow."""
     max_waiting: int = 4096
     """Requests waiting at once; one more is refused."""
+    batching: Batching = Batching.CONTINUOUS
+    batch_size: int = 0
+    """Requests in a static, dynamic or selective batch; 0 takes `max_num_seqs`."""
+    batch_window_s: float = 0.05
+    """How long a dynamic batch waits for more requests."""
+    bucket_ageing_s: float = 1.0
+    """After this wait a request's bucket is served next, whatever the other buckets hold (selective)."""
+    capacity: Capacity = Capacity.ON_DEMAND
+    preemption: Preemption = Preemption.RECOMPUTE
+    swap_bytes_per_s: float = 8e9
+    """Host link for `auto`: swap where moving a request's KV out and in is quicker than computing it again."""
+    prefill_tokens_per_s: float = 1e4
+    """Prefill speed for `auto`, until the engine has measured its own."""
+    order: QueueOrder = QueueOrder.FAIR_TAG
+    steps_in_flight: int = 1
+    """Steps planned before the result of the first is in: 2 overlaps planning with execution."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dataplane.protocol import SamplingParams
+from dataplane.protocol import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class NewRequest:
     """A request the executor does not hold (first time, or again after a preemption): everything about it.
 
     `tokens` holds prompt and output so far, `blocks` the whole table, `computed` the tokens whose KV is there
-    before this step. `stop_ids` are held back by the sampler until `min_tokens` are out.
+    before this step. `stop_ids` are held back by the sampler until `min_tokens` are out. With `parent`, it is a fork:
+    it has no tokens in this step, and its first token is drawn from the row of logits that the parent's is drawn from.
     """
 
     request_id: str
@@ -28,6 +29,26 @@ class NewRequest:
     stop_ids: tuple[int, ...]
     blocks: list[int]
     computed: int
+    parent: str = ""
+
+
+Moves = tuple[tuple[int, int], ...]
+"""Blocks to copy, as (from, to) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Whole KV blocks to move before a step, in this order: out to host memory, in from it, copied on the device.
+
+    `swap_out` is (device block, host block), `swap_in` (host block, device block), `copies` (device, device).
+    """
+
+    swap_out: Moves = ()
+    swap_in: Moves = ()
+    copies: Moves = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +65,7 @@ class Plan:
     """One step: who runs, with how many tokens (`tokens`), who yields a token (`samples`), who is dropped.
 
     The order of `tokens` is the order of scheduling. `prefill_tokens` are those that are not decode.
-    `scrub` names blocks to be cleared before the step: what they hold is not to be trusted.
+    `scrub` names blocks to be cleared before all else: what they hold is not to be trusted; then come `transfers`.
     `pairs` and `context` size the attention of the step: (query, key) pairs, and keys read.
     """
 
@@ -55,6 +76,7 @@ class Plan:
     running: tuple[RunningRequest, ...] = ()
     dropped: tuple[str, ...] = ()
     scrub: tuple[int, ...] = ()
+    transfers: Transfers = Transfers()
     prefill_tokens: int = 0
     pairs: int = 0
     context: int = 0
@@ -86,6 +108,9 @@ class StepResult:
     tokens: dict[str, list[int]]
     errors: dict[str, str] = field(default_factory=dict)
     seconds: StepSeconds = StepSeconds()
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
+    """By request, for the prompt positions whose logits this step computed, in order of position."""
 
 
 class Handle(Protocol):
