@@ -49,6 +49,8 @@ class CacheConfig:
     """Tokens per block."""
     prefix_caching: bool = True
     """Whether full blocks are kept and found again by later requests."""
+    host_blocks: int = 0
+    """Blocks of host memory beside the pool, for what is swapped out and for evicted prefixes; 0 does without."""
     kv_events: bool = False
     """Whether stored and removed blocks are recorded for `EngineCore.take_kv_events`."""
 
@@ -66,6 +68,8 @@ class EngineConfig:
     """The type of weights, activations and KV."""
     threads: int = 1
     """Threads of one operator on the CPU."""
+    max_logprobs: int = 20
+    """The most likely tokens beside each one that a request may ask for."""
     seed: int = 0
     """Base of the seeds of requests that bring none; 0 draws it from the system."""
     boot_epoch: int = 0
@@ -75,6 +79,7 @@ class EngineConfig:
         cache, scheduler, model = self.cache, self.scheduler, self.model
         _require(cache.block_size >= 1, f"block_size must be at least 1, got {cache.block_size}")
         _require(cache.num_blocks >= 2, f"num_blocks must be at least 2, got {cache.num_blocks}")
+        _require(cache.host_blocks >= 0, f"host_blocks must not be negative, got {cache.host_blocks}")
         _require(
             1 <= scheduler.max_num_seqs <= MAX_SEQS_LIMIT,
             f"max_num_seqs must be between 1 and {MAX_SEQS_LIMIT}, got {scheduler.max_num_seqs}",
@@ -92,6 +97,10 @@ class EngineConfig:
         _require(self.device in DEVICES, f"device {self.device!r} is not supported; supported are {DEVICES}")
         _require(self.dtype in DTYPES, f"dtype {self.dtype!r} is not supported; supported are {DTYPES}")
         _require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
+        _require(
+            0 <= self.max_logprobs <= model.shape.vocab,
+            f"max_logprobs must be between 0 and the vocabulary's {model.shape.vocab}, got {self.max_logprobs}",
+        )
         _require(
             2 <= model.max_model_len <= model.shape.context,
             f"max_model_len must be between 2 and the model's context of {model.shape.context}, "
@@ -116,11 +125,13 @@ class EngineConfig:
         max_model_len: int | None = None,
         num_blocks: int | None = None,
         block_size: int = 16,
+        host_blocks: int = 0,
         threads: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
         prefix_caching: bool = True,
         kv_events: bool = False,
+        max_logprobs: int | None = None,
         seed: int = 0,
         boot_epoch: int = 0,
         name: str | None = None,
@@ -147,12 +158,17 @@ class EngineConfig:
                 max_model_len=max_model_len or min(shape.context, (num_blocks - 1) * block_size),
             ),
             cache=CacheConfig(
-                num_blocks=num_blocks, block_size=block_size, prefix_caching=prefix_caching, kv_events=kv_events
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                host_blocks=host_blocks,
+                kv_events=kv_events,
             ),
             scheduler=SchedulerConfig(**scheduler),
             device="cpu" if device == "auto" else device,
             dtype="float32" if dtype == "auto" else dtype,
             threads=threads or cores(),
+            max_logprobs=min(20, shape.vocab) if max_logprobs is None else max_logprobs,
             seed=seed,
             boot_epoch=boot_epoch,
         )

@@ -74,7 +74,11 @@ class EngineCore:
         """Raises RequestError when `request` can never run here. Queues nothing."""
         model, prompt = self.config.model, request.prompt_token_ids
         validate_params(
-            request.params, vocab_size=model.shape.vocab, max_model_len=model.max_model_len, prompt_len=len(prompt)
+            request.params,
+            vocab_size=model.shape.vocab,
+            max_model_len=model.max_model_len,
+            prompt_len=len(prompt),
+            max_logprobs=self.config.max_logprobs,
         )
         if min(prompt) < 0 or max(prompt) >= model.shape.vocab:
             raise RequestError(f"prompt token ids must be between 0 and {model.shape.vocab - 1}", param="prompt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dataplane.protocol import EngineRequest, FinishReason, SamplingParams, Timing
@@ -15,6 +16,9 @@ from dataplane.protocol import EngineRequest, FinishReason, SamplingParams, Timi
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKENS = 64
 MAX_STOP_STRINGS = 16
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 
 
 class RequestError(Exception):
@@ -108,7 +112,10 @@ class Request:
 
     @classmethod
     def of(cls, wire: EngineRequest, *, now: float, max_model_len: int, seed: int) -> Request:
-        """From the wire. `seed` is used where the client gave none; the output limit is cut to the context."""
+        """From the wire. `seed` is used where the client gave none; the output limit is cut to the context.
+
+        Log-probabilities of a prompt need all of it to be computed, so such a request reads no cache.
+        """
         prompt_len = len(wire.prompt_token_ids)
         room = max_model_len - prompt_len
         limit = wire.params.max_tokens
@@ -126,7 +133,7 @@ class Request:
             salt=wire.cache_salt,
             adapter=wire.adapter,
             forks=wire.forks,
-            read_cache=wire.read_cache,
+            read_cache=wire.read_cache and wire.params.prompt_logprobs is None,
         )
 
     @property
@@ -156,7 +163,9 @@ class Request:
         self.state = state
 
 
-def validate_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, prompt_len: int) -> None:
+def validate_params(
+    params: SamplingParams, *, vocab_size: int, max_model_len: int, prompt_len: int, max_logprobs: int = 20
+) -> None:
     """Refuse what can never run. Raises RequestError with the OpenAI code and the parameter's name.
 
     Ranges are OpenAI's where OpenAI has the parameter (DOMAIN 2.4).
@@ -173,7 +182,12 @@ def validate_params(params: SamplingParams, *, vocab_size: int, max_model_len: i
     if params.max_tokens is not None:
         _within("max_tokens", params.max_tokens, 1, math.inf)
     _within("min_tokens", params.min_tokens, 0, math.inf if params.max_tokens is None else params.max_tokens)
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None:
+            _within(name, count, 0, max_logprobs)
     _check_stops(params, vocab_size)
+    _check_bias(params, vocab_size)
+    _check_bad_words(params, vocab_size)
     _check_length(params, max_model_len, prompt_len)
 
 
@@ -191,12 +205,35 @@ def _check_stops(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"stop takes up to {MAX_STOP_STRINGS} strings, none of them empty", "invalid_value", "stop")
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(f"stop_token_ids takes up to {MAX_STOP_TOKENS} ids", "invalid_value", "stop_token_ids")
-    for token in params.stop_token_ids:
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _check_bias(params: SamplingParams, vocab_size: int) -> None:
+    if len(params.logit_bias) > MAX_BIASED_TOKENS:
+        raise RequestError(f"logit_bias takes up to {MAX_BIASED_TOKENS} tokens", "invalid_value", "logit_bias")
+    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    for bias in params.logit_bias.values():
+        _within("logit_bias", bias, -100.0, 100.0)
+
+
+def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
+    if len(params.bad_words) > MAX_BAD_WORDS or not all(
+        0 < len(word) <= MAX_BAD_WORD_TOKENS for word in params.bad_words
+    ):
+        raise RequestError(
+            f"bad_words takes up to {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_TOKENS} tokens",
+            "invalid_value",
+            "bad_words",
+        )
+    for word in params.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"stop_token_ids holds {token}; the vocabulary has the ids 0 to {vocab_size - 1}",
-                "invalid_value",
-                "stop_token_ids",
+                f"{name} holds {token}; the vocabulary has the ids 0 to {vocab_size - 1}", "invalid_value", name
             )
 
 

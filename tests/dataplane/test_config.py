@@ -58,6 +58,8 @@ def test_the_pool_follows_the_memory_that_is_there(folder: Path, monkeypatch: py
         ({"max_model_len": 513}, "max_model_len must be between 2 and the model's context of 512"),
         ({"max_model_len": 1}, "max_model_len must be between 2"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),
+        ({"host_blocks": -1}, "host_blocks must not be negative"),
+        ({"max_logprobs": 129}, "max_logprobs must be between 0 and the vocabulary's 128"),
         ({"num_blocks": 4, "max_model_len": 64}, "holds 48 tokens, fewer than one request of max_model_len 64"),
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs must be between 1"),

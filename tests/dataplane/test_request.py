@@ -82,6 +82,18 @@ def check(prompt_len: int = 10, **params: object) -> None:
         ({"stop": tuple("abcdefghijklmnopq")}, "stop"),
         ({"stop_token_ids": (100,)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias"),
+        ({"bad_words": ((),)}, "bad_words"),
+        ({"bad_words": ((1, 100),)}, "bad_words"),
+        ({"bad_words": (tuple(range(65)),)}, "bad_words"),
+        ({"bad_words": ((1,),) * 257}, "bad_words"),
     ],
 )
 def test_a_value_out_of_range_names_its_parameter(params: dict[str, object], at_fault: str) -> None:
@@ -111,6 +123,7 @@ def test_what_exceeds_the_context_has_openais_code(prompt_len: int, params: dict
 def test_the_edges_are_allowed() -> None:
     check(temperature=0.0, top_p=1.0, min_p=1.0, presence_penalty=-2.0, seed=-(2**63), stop_token_ids=(0, 99))
     check(temperature=2.0, max_tokens=54)
+    check(logprobs=20, prompt_logprobs=0, logit_bias={0: -100.0, 99: 100.0}, bad_words=((0,), (99, 1)))
     check(63)
     check(63, max_tokens=1)
 
@@ -124,3 +137,15 @@ def test_without_a_limit_the_context_is_the_limit() -> None:
     wire = EngineRequest(request_id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(), arrived_at=0.0)
     request = Request.of(wire, now=1.0, max_model_len=64, seed=9)
     assert (request.max_tokens, request.most_tokens, request.seed) == (61, 63, 9)
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it_to_be_computed() -> None:
+    def wire(**params: int) -> EngineRequest:
+        return EngineRequest(
+            request_id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(**params), arrived_at=0.0
+        )
+
+    plain, scored = (
+        Request.of(of, now=1.0, max_model_len=64, seed=9) for of in (wire(logprobs=2), wire(prompt_logprobs=0))
+    )
+    assert (plain.read_cache, scored.read_cache) == (True, False)
