@@ -1,7 +1,8 @@
-"""The KV tensors: one pool of keys and one of values per layer.
+"""The KV tensors: one pool of keys and one of values per layer, and the host memory beside it.
 
-Layer: state and memory. It holds bytes by block id; it does not know who owns a block. Fresh memory is zero and
-is only touched when first written, so a large pool costs address space, not RAM, until it is used.
+Layer: state and memory. It holds bytes by block id and moves whole blocks as it is told; it does not know who owns a
+block. Fresh memory is zero and is only touched when first written, so a large pool costs address space, not RAM,
+until it is used.
 """
 
 from __future__ import annotations
@@ -13,21 +14,33 @@ import torch
 from torch import Tensor
 
 from dataplane.models.shape import ModelShape
+from dataplane.scheduling.plan import Moves, Transfers
 
 
 class KVStore:
-    """Keys and values, each [layers][H_k, blocks, block_size · d]: one block of one head is contiguous."""
+    """Keys and values, each [layers][H_k, blocks, block_size · d]: one block of one head is contiguous.
 
-    def __init__(self, shape: ModelShape, num_blocks: int, block_size: int) -> None:
+    `host_keys` and `host_values` have the same layout with `host_blocks` blocks of their own numbering.
+    """
+
+    def __init__(self, shape: ModelShape, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.kv_heads, self.head_dim = shape.kv_heads, shape.head_dim
         size = (shape.kv_heads, num_blocks, block_size * shape.head_dim)
         self.keys = [_zeros(size) for _ in range(shape.layers)]
         self.values = [_zeros(size) for _ in range(shape.layers)]
+        size = (shape.kv_heads, host_blocks, block_size * shape.head_dim)
+        self.host_keys = [_zeros(size) for _ in range(shape.layers)]
+        self.host_values = [_zeros(size) for _ in range(shape.layers)]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the pool on the device."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.host_keys, *self.host_values))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, H_k, d] at `slots` [T] = block · block_size + offset."""
@@ -40,12 +53,36 @@ class KVStore:
         for tensor in (*self.keys, *self.values):
             tensor[:, list(blocks)] = 0.0
 
+    def move(self, transfers: Transfers) -> None:
+        """Move whole blocks of every layer: out to host memory, then in from it, then copies on the device.
+
+        Within each list a pair sees what the pairs before it have done.
+        """
+        device, host = (*self.keys, *self.values), (*self.host_keys, *self.host_values)
+        for sources, targets, moves in (
+            (device, host, {to: block for block, to in transfers.swap_out}),
+            (host, device, {to: block for block, to in transfers.swap_in}),
+            (device, device, _in_one_go(transfers.copies)),
+        ):
+            if moves:
+                to, blocks = torch.tensor(list(moves)), torch.tensor(list(moves.values()))
+                for source, target in zip(sources, targets, strict=True):
+                    target.index_copy_(1, to, source.index_select(1, blocks))
+
     def gather(self, layer: int, blocks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `rows` tables, flattened in `blocks` [rows · n] → [rows, H_k, n · block_size, d]."""
         size = (self.kv_heads, rows, -1, self.head_dim)
         keys = self.keys[layer].index_select(1, blocks).view(size)
         values = self.values[layer].index_select(1, blocks).view(size)
         return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def _in_one_go(copies: Moves) -> dict[int, int]:
+    """For each block that `copies` write, the block that holds now what it holds after them."""
+    origin: dict[int, int] = {}
+    for block, to in copies:
+        origin[to] = origin.get(block, block)
+    return origin
 
 
 def _zeros(size: tuple[int, ...]) -> Tensor:
