@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from dataplane.protocol import EngineRequest, FinishReason, SamplingParams, Timing
+from dataplane.protocol import EngineRequest, FinishReason, SamplingParams, Timing, TokenLogprob
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKENS = 64
@@ -94,6 +94,8 @@ class Request:
     """When the first token is worth nothing any more, on the core's clock."""
     placeholders: int = 0
     """Output tokens that steps in flight will yield; their values are not known yet."""
+    in_flight: int = 0
+    """Steps that were planned with this request and whose results are not in."""
     host_cached: int = 0
     state: RequestState = RequestState.WAITING
     computed: int = 0
@@ -108,13 +110,16 @@ class Request:
     kv_block_seconds: float = 0.0
     kv_since: float = 0.0
     device_seconds: float = 0.0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Those of the prompt positions computed so far; they leave with the first output."""
     error: str | None = None
 
     @classmethod
     def of(cls, wire: EngineRequest, *, now: float, max_model_len: int, seed: int) -> Request:
         """From the wire. `seed` is used where the client gave none; the output limit is cut to the context.
 
-        Log-probabilities of a prompt need all of it to be computed, so such a request reads no cache.
+        Log-probabilities of a prompt need all of it to be computed, so such a request reads no cache. A deadline is
+        told by the front's clock; what is left of it counts from now on the core's.
         """
         prompt_len = len(wire.prompt_token_ids)
         room = max_model_len - prompt_len
@@ -134,6 +139,25 @@ class Request:
             adapter=wire.adapter,
             forks=wire.forks,
             read_cache=wire.read_cache and wire.params.prompt_logprobs is None,
+            deadline=None if wire.deadline_at is None else now + (wire.deadline_at - wire.arrived_at),
+        )
+
+    def fork(self, request_id: str, number: int) -> Request:
+        """The `number`-th further sample of this prompt, none of whose tokens is generated yet; seed + number draws."""
+        return replace(
+            self,
+            request_id=request_id,
+            tokens=self.tokens[: self.prompt_len],
+            seed=(self.seed + number + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1,
+            forks=(),
+            deadline=None,
+            placeholders=0,
+            in_flight=0,
+            admission=-1,
+            block_hashes=list(self.block_hashes),
+            kv_block_seconds=0.0,
+            device_seconds=0.0,
+            prompt_logprobs=[],
         )
 
     @property

@@ -149,3 +149,22 @@ def test_log_probabilities_of_a_prompt_need_all_of_it_to_be_computed() -> None:
         Request.of(of, now=1.0, max_model_len=64, seed=9) for of in (wire(logprobs=2), wire(prompt_logprobs=0))
     )
     assert (plain.read_cache, scored.read_cache) == (True, False)
+
+
+def test_what_is_left_of_a_deadline_counts_on_the_cores_clock() -> None:
+    wire = EngineRequest(
+        request_id="a", prompt_token_ids=[1], params=SamplingParams(), arrived_at=1000.0, deadline_at=1002.5
+    )
+    assert Request.of(wire, now=7.0, max_model_len=64, seed=9).deadline == 9.5
+
+
+def test_a_fork_is_a_sample_of_its_own_of_the_same_prompt() -> None:
+    parent = make_request("a", [1, 2, 3], forks=("b", "c"), tenant="acme", priority=2)
+    parent.computed, parent.served_prompt, parent.placeholders = 3, 3, 1
+    child = parent.fork("c", 2)
+    parent.tokens.append(9)
+    assert (child.request_id, child.tokens, child.seed, child.forks) == ("c", [1, 2, 3], 2, ())
+    assert (child.computed, child.served_prompt, child.placeholders) == (3, 3, 0)
+    assert (child.tenant, child.priority, child.max_tokens) == ("acme", 2, parent.max_tokens)
+    parent.seed = 2**63 - 1
+    assert parent.fork("b", 1).seed == -(2**63)
