@@ -10,7 +10,7 @@ hashes; it does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from dataplane.errors import IntegrityError
@@ -22,15 +22,19 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """`size` blocks, of which block 0 is the null block: padding points at it and no table owns it."""
+    """`size` blocks, of which block 0 is the null block: padding points at it and no table owns it.
 
-    def __init__(self, size: int, events: EventLog) -> None:
+    `evicted` hears of each content that leaves with a block taken for something else, unless another block has it too.
+    """
+
+    def __init__(self, size: int, events: EventLog, evicted: Callable[[Block, bytes], None] | None = None) -> None:
         self.blocks = [Block(block_id) for block_id in range(size)]
         self.free = FreeQueue(self.blocks[1:])
         self.index = PrefixIndex()
         self.events = events
         self.evictions = 0
         self.takes = 0
+        self._evicted = evicted
         self.blocks[NULL_BLOCK].refs = 1
 
     @property
@@ -74,8 +78,11 @@ class BlockPool:
         for _ in range(count):
             block = self.free.popleft()
             if block.key is not None:
-                self.forget(block)
+                key = block.key
+                last = self.forget(block)
                 self.evictions += 1
+                if last and self._evicted is not None:
+                    self._evicted(block, key)
             block.refs = 1
             taken.append(block)
         return taken
@@ -107,12 +114,14 @@ class BlockPool:
         block.key = key
         return self.index.add(key, block)
 
-    def forget(self, block: Block) -> None:
-        """Take `block` out of the index."""
+    def forget(self, block: Block) -> bool:
+        """Take `block` out of the index; True if no other block holds the same content."""
         assert block.key is not None
-        if self.index.remove(block.key, block):
+        last = self.index.remove(block.key, block)
+        if last:
             self.events.removed(block.key)
         block.key = None
+        return last
 
     def reset(self) -> bool:
         """Forget every cached block. False, and nothing done, while any block is held."""

@@ -74,6 +74,16 @@ class FreeQueue:
         block.behind, self._tail.before = self._tail, block
         self._count += 1
 
+    def prepend(self, block: Block) -> None:
+        """Give `block` back, to be taken first: it holds nothing that anyone may want again."""
+        if block.before is not None or block.behind is not None:
+            raise IntegrityError(f"block {block.block_id} is in the free queue already")
+        first = self._head.behind
+        assert first is not None
+        first.before, block.behind = block, first
+        block.before, self._head.behind = self._head, block
+        self._count += 1
+
     def check_integrity(self) -> None:
         """Raises IntegrityError if the links or the count are wrong."""
         seen, previous = 0, self._head

@@ -1,7 +1,12 @@
-"""Which request holds which KV blocks.
+"""Which request holds which KV blocks, on the device and in host memory.
 
-Layer: state and memory. Pure, torch-free. Tables only grow while a request runs. An allocation is whole or
-nothing: when it does not fit, no reference count has changed. It neither orders nor preempts requests.
+Layer: state and memory. Pure, torch-free. Tables only grow while a request runs; one entry may change, when the block
+that a request shares and is about to write to is copied. An allocation is whole or nothing: when it does not fit, no
+reference count has changed. It neither orders nor preempts requests.
+
+Its state is that after the step being planned: blocks that the step fills are findable at once, since a step writes
+its KV before any of its queries reads. So a request that was given room for a step is not taken out of that step:
+`free`, `discard` and `swap_out` are for requests that the step being planned does not compute.
 """
 
 from __future__ import annotations
@@ -14,21 +19,52 @@ from dataplane.errors import IntegrityError
 from dataplane.memory.block_pool import BlockPool
 from dataplane.memory.events import EventLog
 from dataplane.memory.free_queue import Block
+from dataplane.memory.host_pool import HostBlock, HostPool
+from dataplane.memory.moves import MoveLog
 from dataplane.memory.prefix_cache import extend_chain, root_hash
+from dataplane.memory.swap import SwapSpace
 from dataplane.protocol import AllBlocksCleared, BlockRemoved, BlockStored
 from dataplane.request import Request
+from dataplane.scheduling.plan import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Cached blocks that begin a request: some on the device, those that follow in host memory. Nothing is held."""
+
+    device: Sequence[Block] = ()
+    host: Sequence[HostBlock] = ()
+    block_size: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return (len(self.device) + len(self.host)) * self.block_size
+
+    @property
+    def host_tokens(self) -> int:
+        """Those of `tokens` that must be copied from host memory."""
+        return len(self.host) * self.block_size
+
+
+NO_MATCH = PrefixMatch()
 
 
 @dataclass(slots=True)
 class Table:
-    """One request's blocks, in order of position; the first `hashed` of them are in the prefix index."""
+    """One request's blocks, in order of position; the first `hashed` of them are in the prefix index.
+
+    `tokens` positions hold KV once the step being planned has run; `forked` says that the block of the next position
+    may be shared.
+    """
 
     blocks: list[Block]
     hashed: int = 0
+    tokens: int = 0
+    forked: bool = False
 
 
 class KVManager:
-    """Tables over one `BlockPool`."""
+    """Tables over one `BlockPool`, and `host_blocks` blocks of host memory behind it."""
 
     def __init__(
         self,
@@ -38,16 +74,45 @@ class KVManager:
         prefix_caching: bool = True,
         kv_format: str = "",
         events: bool = False,
+        host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.kv_format = kv_format
-        self.pool = BlockPool(num_blocks, EventLog(enabled=events, block_size=block_size))
+        log = EventLog(enabled=events, block_size=block_size)
+        self.pool = BlockPool(num_blocks, log, self._offload if host_blocks else None)
+        self.host = HostPool(host_blocks)
+        self.offloaded = self.swapped_out = self.swapped_in = self.copied = 0
+        """Blocks moved since the start: evicted prefixes, swapped requests out and in, copies on write."""
+        self._moves = MoveLog()
+        self._swap = SwapSpace(self.host, self._moves)
         self._tables: dict[str, Table] = {}
+        self._replaced: dict[str, tuple[int, int]] = {}
+        self._sources: dict[int, Block] = {}
+        self._host_sources: list[HostBlock] = []
+
+    # ------------------------------------------------------------------------------------------------------ questions
 
     @property
     def free_blocks(self) -> int:
         return len(self.pool.free)
+
+    @property
+    def empty_slots(self) -> int:
+        """Slots of held blocks that no token will fill in this step: internal waste; a shared block counts once."""
+        empty: dict[int, int] = {}
+        size = self.block_size
+        for table in self._tables.values():
+            for index in range(table.tokens // size, len(table.blocks)):
+                block_id, filled = table.blocks[index].block_id, max(0, table.tokens - index * size)
+                empty[block_id] = min(empty.get(block_id, size), size - filled)
+        return sum(empty.values())
+
+    @property
+    def useful_share(self) -> float | None:
+        """Share of the allocated slots that hold tokens (PagedAttention, figure 2); None when nothing is allocated."""
+        slots = self.pool.used * self.block_size
+        return 1 - self.empty_slots / slots if slots else None
 
     def table(self, request_id: str) -> list[int]:
         """Block ids of a request, empty if it holds none."""
@@ -55,49 +120,100 @@ class KVManager:
         return [block.block_id for block in table.blocks] if table else []
 
     def held(self, request_id: str) -> int:
-        """How many blocks a request holds."""
+        """How many blocks a request holds on the device."""
         table = self._tables.get(request_id)
         return len(table.blocks) if table else 0
 
-    def match(self, request: Request) -> list[Block]:
-        """Cached blocks that begin this request, at least one token short of all of it. Nothing is held yet."""
-        if not self.prefix_caching:
-            return []
+    def is_swapped(self, request_id: str) -> bool:
+        return self._swap.get(request_id) is not None
+
+    def swapped_tokens(self, request_id: str) -> int:
+        """Positions whose KV a swapped request has in host memory; 0 if it is not swapped."""
+        swapped = self._swap.get(request_id)
+        return swapped.tokens if swapped else 0
+
+    # ---------------------------------------------------------------------------------------------------- allocations
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Cached blocks that begin this request, at least one token short of all of it. Nothing is held yet.
+
+        It holds good until anything is allocated.
+        """
+        if not self.prefix_caching or not request.read_cache:
+            return NO_MATCH
         self._extend_hashes(request)
         usable = (request.wanted - 1) // self.block_size
-        return self.pool.lookup(request.block_hashes[:usable])
+        device = self.pool.lookup(request.block_hashes[:usable])
+        host = self.host.lookup(request.block_hashes[len(device) : usable])
+        return PrefixMatch(device, host, self.block_size)
 
     def allocate(
-        self, request: Request, tokens: int, hits: Sequence[Block] = (), *, keep_free: int = 0
+        self,
+        request: Request,
+        tokens: int,
+        match: PrefixMatch = NO_MATCH,
+        *,
+        keep_free: int = 0,
+        reserve: int = 0,
+        cache: bool = True,
     ) -> list[int] | None:
-        """Room for `tokens` more tokens of `request`, after the cached blocks `hits` on its first allocation.
+        """Room for `tokens` more tokens of `request`, after the cached blocks of `match` on its first allocation.
 
         Returns the ids of the blocks appended to the table (hits included), or None, with nothing changed, if
-        they do not fit or would leave fewer than `keep_free` blocks free.
+        they do not fit or would leave fewer than `keep_free` blocks free. The table gets room for `reserve` tokens in
+        all, if that is more. `cache` False leaves full blocks unnamed until the next allocation: their contents come
+        later than this step.
 
-            | hits (cached, shared) | new (owned) … | free slots of the last block |
-            |←──── computed ───────→|←─ tokens ────→|
+            | device hits (shared) | host hits (copied in) | new (owned) … | free slots of the last block | reserve |
+            |←───────────── computed ─────────────────────→|←─ tokens ────→|
         """
         table = self._tables.get(request.request_id)
-        held = len(table.blocks) if table else len(hits)
-        computed = request.computed if table else len(hits) * self.block_size
-        fresh = max(0, -(-(computed + tokens) // self.block_size) - held)
-        waking = sum(1 for block in hits if block.refs == 0)
-        if fresh + waking + keep_free > self.free_blocks:
-            return None
-        self.pool.touch(hits)
-        taken = [*hits, *self.pool.take(fresh)]
         if table is None:
-            table = self._tables[request.request_id] = Table([], hashed=len(hits))
+            return self._begin(request, tokens, match, keep_free, reserve, cache=cache)
+        size, known = self.block_size, request.computed + tokens
+        fresh = max(0, -(-max(known, reserve) // size) - len(table.blocks))
+        copies = tokens > 0 and table.forked and self._shares(table, request.computed)
+        if (fresh or copies) and fresh + copies + keep_free > self.free_blocks:
+            return None
+        if copies:
+            self._copy_on_write(request, table)
+        table.forked = table.forked and tokens == 0
+        table.tokens = known
+        taken = self.pool.take(fresh) if fresh else []
         table.blocks.extend(taken)
-        self._cache_full(request, table, computed + tokens)
+        if cache and known >= (table.hashed + 1) * size:
+            self._cache_full(request, table)
         return [block.block_id for block in taken]
 
+    def take_replaced(self, request_id: str) -> tuple[int, int] | None:
+        """(index in the table, new block id) if the request's last allocation copied a shared block; told once."""
+        return self._replaced.pop(request_id, None)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Give `child` the blocks of `parent` that its tokens fill. Nothing is copied until one of them writes.
+
+        The child's tokens begin the parent's, tenant, salt and adapter are the same, and the parent has been given room
+        for all of them; their KV is there once the step being planned has run.
+        """
+        table, size = self._tables[parent.request_id], self.block_size
+        length = len(child.tokens)
+        full, count = length // size, -(-length // size)
+        if length > table.tokens:
+            raise IntegrityError(f"request {parent.request_id} has KV for {table.tokens} tokens, its fork {length}")
+        child.block_hashes[:] = parent.block_hashes[:full]
+        shared = table.blocks[:count]
+        self.pool.touch(shared)
+        partial = count > full
+        table.forked = table.forked or partial
+        self._tables[child.request_id] = Table(shared, min(table.hashed, full), length, forked=partial)
+
     def free(self, request: Request) -> None:
-        """Take every block from a request; cached ones stay findable until they are taken."""
+        """Take every block from a request, in host memory too; cached ones stay findable until they are taken."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self.pool.release(table.blocks)
+            self._replaced.pop(request.request_id, None)
+        self.drop_swapped(request)
 
     def discard(self, request: Request) -> list[int]:
         """Like `free`, but what this request alone holds is not to be found again: its KV is not to be trusted.
@@ -105,29 +221,167 @@ class KVManager:
         Returns those blocks' ids; they must be cleared before anyone reads them, since a NaN survives a mask.
         """
         table = self._tables.get(request.request_id)
-        alone = [block for block in table.blocks if block.refs == 1] if table else []
+        alone = [block for block in table.blocks if self._holders(block) == 1] if table else []
         for block in alone:
             if block.key is not None:
+                self.host.distrust(block.key)
                 self.pool.forget(block)
         self.free(request)
         return [block.block_id for block in alone]
 
+    # ---------------------------------------------------------------------------------------------------- host memory
+
+    def swap_out(self, request: Request) -> bool:
+        """Move a request's KV to host memory and free its blocks. False, and nothing changed, if it has no room there.
+
+        Cached prefixes give way. Blocks that others hold as well stay where they are for those.
+        """
+        table = self._tables.get(request.request_id)
+        if table is None or not table.tokens:
+            return False
+        blocks = table.blocks[: -(-table.tokens // self.block_size)]
+        moved = self._swap.put(request.request_id, blocks, table.hashed, table.tokens)
+        if moved is None:
+            return False
+        self.swapped_out += moved
+        del self._tables[request.request_id]
+        self._replaced.pop(request.request_id, None)
+        self.pool.release(table.blocks)
+        return True
+
+    def swap_in(self, request: Request, tokens: int, *, keep_free: int = 0, reserve: int = 0) -> list[int] | None:
+        """Bring a swapped request back, with room for `tokens` more; its whole new table, or None if it does not fit.
+
+        What the device's cache still has of it is shared, not copied. `swapped_tokens` of it are computed.
+        """
+        swapped = self._swap.get(request.request_id)
+        if swapped is None:
+            raise IntegrityError(f"request {request.request_id} is not in host memory")
+        hits = self.pool.lookup(request.block_hashes[: swapped.hashed])
+        known = swapped.tokens + tokens
+        table = self._new_table(hits, swapped.blocks[len(hits) :], known, keep_free, reserve)
+        if table is None:
+            return None
+        self.swapped_in += len(swapped.blocks) - len(hits)
+        self._tables[request.request_id] = table
+        self.host.release(self._swap.pop(request.request_id))
+        self._cache_full(request, table)
+        return [block.block_id for block in table.blocks]
+
+    def drop_swapped(self, request: Request) -> None:
+        """Forget what a request has in host memory, if anything: it will be computed again, or never."""
+        self.host.release(self._swap.pop(request.request_id))
+
+    def take_transfers(self) -> Transfers:
+        """The moves to make before the step that was planned; all since the last call."""
+        if self._sources:
+            self.pool.release(list(self._sources.values()))
+            self._sources.clear()
+        if self._host_sources:
+            self.host.release(self._host_sources)
+            self._host_sources.clear()
+        return self._moves.take()
+
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; False while any block is held."""
-        return self.pool.reset()
+        """Forget every cached block in both tiers; False, and nothing done, while a request holds any in either."""
+        if self.host.used or not self.pool.reset():
+            return False
+        self.host.reset()
+        return True
 
     def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """What became findable on the device and what no longer is. Host memory is not told of."""
         return self.pool.events.take()
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless tables and pool agree."""
+        """Raises IntegrityError unless tables and pools agree."""
         self.pool.check_integrity()
+        self.host.check_integrity()
         held = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
+        held.update(self._sources)
         for block in self.pool.blocks[1:]:
             if block.refs != held[block.block_id]:
                 raise IntegrityError(
                     f"block {block.block_id} counts {block.refs} holders, tables {held[block.block_id]}"
                 )
+        held = Counter(block.block_id for block in (*self._swap.held(), *self._host_sources))
+        for block in self.host.blocks:
+            if block.refs != held[block.block_id]:
+                raise IntegrityError(
+                    f"host block {block.block_id} counts {block.refs} holders, requests and moves "
+                    f"{held[block.block_id]}"
+                )
+        both = [request_id for request_id in self._tables if self.is_swapped(request_id)]
+        if both:
+            raise IntegrityError(f"request {both[0]} holds blocks and is swapped out")
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _begin(
+        self, request: Request, tokens: int, match: PrefixMatch, keep_free: int, reserve: int, *, cache: bool
+    ) -> list[int] | None:
+        """A request's first allocation."""
+        table = self._new_table(match.device, match.host, match.tokens + tokens, keep_free, reserve)
+        if table is None:
+            return None
+        self._tables[request.request_id] = table
+        if cache:
+            self._cache_full(request, table)
+        return [block.block_id for block in table.blocks]
+
+    def _new_table(
+        self, hits: Sequence[Block], stored: Sequence[HostBlock], known: int, keep_free: int, reserve: int
+    ) -> Table | None:
+        """`hits` shared, `stored` brought from the host after them, free blocks up to `known` or `reserve` tokens.
+
+        What is shared or brought is held before blocks are taken, so that taking them cannot evict it.
+        """
+        fresh = max(0, -(-max(known, reserve) // self.block_size) - len(hits))
+        waking = sum(1 for block in hits if block.refs == 0)
+        if fresh + waking + keep_free > self.free_blocks:
+            return None
+        self.pool.touch(hits)
+        self.host.touch(stored)
+        self._host_sources += stored
+        taken = self.pool.take(fresh)
+        for source, target in zip(stored, taken, strict=False):
+            self._moves.bring(source.block_id, target.block_id)
+        return Table([*hits, *taken], hashed=len(hits), tokens=known)
+
+    def _holders(self, block: Block) -> int:
+        """How many tables hold `block`; a copy still to be made holds it once more."""
+        return block.refs - (block.block_id in self._sources)
+
+    def _shares(self, table: Table, position: int) -> bool:
+        """Whether `position` goes into a block that is begun and that another table holds too."""
+        index, offset = divmod(position, self.block_size)
+        return offset > 0 and self._holders(table.blocks[index]) > 1
+
+    def _copy_on_write(self, request: Request, table: Table) -> None:
+        """Give the request a copy of the shared block it is about to write to.
+
+        before: this table ─┐                    after: this table ──▶ target
+                others ─────┴▶ source                   others, the copy ──▶ source
+        """
+        index = request.computed // self.block_size
+        source, (target,) = table.blocks[index], self.pool.take(1)
+        if source.block_id in self._sources:
+            self.pool.release([source])
+        else:
+            self._sources[source.block_id] = source
+        self._moves.copy(source.block_id, target.block_id)
+        self.copied += 1
+        table.blocks[index] = target
+        self._replaced[request.request_id] = (index, target.block_id)
+
+    def _offload(self, block: Block, key: bytes) -> None:
+        """The device is about to write over `block`, the last there to hold `key`: keep its contents on the host."""
+        if not self._moves.settled(block.block_id):
+            return
+        copy = self.host.admit(key)
+        if copy is not None:
+            self._moves.out(block.block_id, copy.block_id)
+            self.offloaded += 1
 
     def _extend_hashes(self, request: Request) -> None:
         if (len(request.block_hashes) + 1) * self.block_size > request.wanted:
@@ -135,12 +389,9 @@ class KVManager:
         root = root_hash(kv_format=self.kv_format, adapter=request.adapter, salt=request.salt, tenant=request.tenant)
         extend_chain(request.block_hashes, root, request.tokens, self.block_size)
 
-    def _cache_full(self, request: Request, table: Table, known: int) -> None:
-        """Index the blocks that are full once the step being planned has run.
-
-        A step writes its KV before any of its queries reads, so a later request of the same step may hit them.
-        """
-        full = min(known, request.wanted) // self.block_size
+    def _cache_full(self, request: Request, table: Table) -> None:
+        """Index the blocks that are full once the step being planned has run, and whose tokens are known."""
+        full = min(table.tokens, len(request.tokens)) // self.block_size
         if not self.prefix_caching or full <= table.hashed:
             return
         self._extend_hashes(request)

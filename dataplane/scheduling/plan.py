@@ -53,11 +53,15 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """What changed for a request the executor holds: blocks appended to its table, tokens computed so far."""
+    """What changed for a request the executor holds: blocks appended to its table, tokens computed so far.
+
+    `replaced` is (index, block id): an entry the table already had, now the request's own copy of what was shared.
+    """
 
     request_id: str
     new_blocks: list[int]
     computed: int
+    replaced: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ class Scheduler:
             running=tuple(draft.running),
             dropped=tuple(dropped),
             scrub=tuple(scrub),
+            transfers=self.kv.take_transfers(),
             prefill_tokens=draft.prefill,
             pairs=draft.pairs,
             context=draft.context,
@@ -144,11 +145,11 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None:
                 return
-            hits = self.kv.match(request)
-            cached = len(hits) * self.kv.block_size
+            match = self.kv.match(request)
+            cached = match.tokens
             count = self._share(request.wanted - cached, draft.budget)
             keep_free = self._watermark if self.running else 0
-            if self.kv.allocate(request, count, hits, keep_free=keep_free) is None:
+            if self.kv.allocate(request, count, match, keep_free=keep_free) is None:
                 return
             self.waiting.pop()
             self._start(request, cached, now)

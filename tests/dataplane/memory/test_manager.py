@@ -17,12 +17,12 @@ COMMON = [token for token in range(3) for _ in range(16)]
 
 def start(manager: KVManager, request: Request) -> tuple[list[int], list[int]]:
     """Match and allocate a whole prompt: hit block ids, new block ids."""
-    hits = manager.match(request)
-    taken = manager.allocate(request, request.wanted - len(hits) * manager.block_size, hits)
+    match = manager.match(request)
+    taken = manager.allocate(request, request.wanted - match.tokens, match)
     assert taken is not None
     request.computed = request.wanted
     manager.check_integrity()
-    return [block.block_id for block in hits], taken[len(hits) :]
+    return [block.block_id for block in match.device], taken[len(match.device) :]
 
 
 def free_order(manager: KVManager) -> list[int]:
@@ -125,10 +125,10 @@ def test_k6_an_allocation_that_does_not_fit_changes_nothing() -> None:
     start(manager, other)
     before = free_order(manager)
     request = make_request("2", COMMON + [5] * 64)
-    hits = manager.match(request)
-    assert [block.block_id for block in hits] == [1, 2, 3]
-    assert manager.allocate(request, 64, hits) is None
-    assert [block.refs for block in hits] == [1, 1, 1]
+    match = manager.match(request)
+    assert [block.block_id for block in match.device] == [1, 2, 3]
+    assert manager.allocate(request, 64, match) is None
+    assert [block.refs for block in match.device] == [1, 1, 1]
     assert free_order(manager) == before
     assert manager.table("2") == []
     manager.check_integrity()
@@ -185,7 +185,7 @@ def test_k10_reset_waits_until_nothing_is_held() -> None:
     assert key(manager, 1) is not None
     manager.free(request)
     assert manager.reset_prefix_cache()
-    assert manager.match(make_request("1", COMMON + [3] * 7)) == []
+    assert manager.match(make_request("1", COMMON + [3] * 7)).tokens == 0
     manager.check_integrity()
 
 
@@ -266,8 +266,8 @@ def test_k12_without_caching_nothing_is_ever_found() -> None:
 def test_a_full_hit_is_cut_so_that_one_token_is_computed() -> None:
     manager = KVManager(11, 16)
     start(manager, make_request("0", COMMON))
-    assert len(manager.match(make_request("1", COMMON))) == 2
-    assert len(manager.match(make_request("2", [*COMMON, 7]))) == 3
+    assert len(manager.match(make_request("1", COMMON)).device) == 2
+    assert len(manager.match(make_request("2", [*COMMON, 7])).device) == 3
 
 
 def test_least_recently_freed_is_evicted_first() -> None:
@@ -278,8 +278,8 @@ def test_least_recently_freed_is_evicted_first() -> None:
     manager.free(old)
     manager.free(young)
     start(manager, make_request("2", [3] * 8))
-    assert manager.match(make_request("3", [1] * 9)) == []
-    assert len(manager.match(make_request("4", [2] * 9))) == 2
+    assert manager.match(make_request("3", [1] * 9)).tokens == 0
+    assert len(manager.match(make_request("4", [2] * 9)).device) == 2
 
 
 def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_unless_shared() -> None:
@@ -289,7 +289,7 @@ def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_unless_shared()
     bad = make_request("1", COMMON)
     start(manager, bad)
     assert manager.discard(bad) == [3, 4]
-    assert len(manager.match(make_request("2", [*COMMON, 5]))) == 1
+    assert len(manager.match(make_request("2", [*COMMON, 5])).device) == 1
     manager.check_integrity()
 
 
