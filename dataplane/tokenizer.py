@@ -122,6 +122,11 @@ class Tokenizer:
             self._bytes[token_id] = known
         return known
 
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of every token by id, and the ids of special tokens, which are no text."""
+        tokens = [self.token_bytes(token, skip_special=False) for token in range(self.vocab_size)]
+        return tokens, sorted(self._special)
+
     @property
     def trims_first_space(self) -> bool:
         """Whether a text's first space is an artefact of the vocabulary and not shown."""
