@@ -6,6 +6,7 @@ Layer: service. Torch-free. It reads a checkpoint's metadata to know the geometr
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -94,6 +95,11 @@ class EngineConfig:
         )
         _require(0 <= scheduler.watermark < 1, f"watermark must be in [0, 1), got {scheduler.watermark}")
         _require(scheduler.max_waiting >= 1, f"max_waiting must be at least 1, got {scheduler.max_waiting}")
+        for charge in ("input_charge", "cached_charge", "output_charge"):
+            value = getattr(scheduler, charge)
+            _require(0 <= value < math.inf, f"{charge} must be finite and not negative, got {value}")
+        for tenant, weight in scheduler.tenant_weights.items():
+            _require(0 < weight < math.inf, f"the weight of tenant {tenant!r} must be positive, got {weight}")
         _require(self.device in DEVICES, f"device {self.device!r} is not supported; supported are {DEVICES}")
         _require(self.dtype in DTYPES, f"dtype {self.dtype!r} is not supported; supported are {DTYPES}")
         _require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 class Batching(enum.StrEnum):
@@ -67,5 +68,13 @@ class SchedulerConfig:
     prefill_tokens_per_s: float = 1e4
     """Prefill speed for `auto`, until the engine has measured its own."""
     order: QueueOrder = QueueOrder.FAIR_TAG
+    input_charge: float = 1.0
+    """What a prompt token that is computed counts for in a tenant's service (vtc)."""
+    cached_charge: float = 0.25
+    """What a prompt token found in the prefix cache counts for (vtc)."""
+    output_charge: float = 2.0
+    """What a generated token counts for (vtc)."""
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Shares of service among tenants that wait; who is not named has 1 (vtc)."""
     steps_in_flight: int = 1
     """Steps planned before the result of the first is in: 2 overlaps planning with execution."""

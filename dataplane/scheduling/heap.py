@@ -62,9 +62,13 @@ class LazyHeap(Generic[Item]):
         """The item of the lowest key."""
         return self._entries[0][3] if self._entries else None
 
-    def first_key(self) -> Key | None:
-        """The lowest key."""
-        return self._entries[0][0] if self._entries else None
+    def get(self, name: str) -> Item:
+        """The item of this name. Raises KeyError when there is none."""
+        return self._live[name][3]
+
+    def key(self, name: str) -> Key:
+        """The key of this name. Raises KeyError when there is none."""
+        return self._live[name][0]
 
     def remove(self, name: str) -> Item:
         """Take an item out. Raises KeyError when there is none of this name."""

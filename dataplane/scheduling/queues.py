@@ -7,13 +7,16 @@ queue: arrival, a gateway's fair tag, or one of the modules beside this. It orde
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from dataplane.request import Request
+from dataplane.scheduling.cache_order import CacheOrder
 from dataplane.scheduling.config import QueueOrder, SchedulerConfig
 from dataplane.scheduling.heap import Key, LazyHeap
+from dataplane.scheduling.vtc import TokenCharges, VTCOrder
 
 
 class Order(Protocol):
@@ -232,7 +235,22 @@ def make_queue(
     """The queue that `config.order` asks for.
 
     `weights`: a tenant's share of service, 1 where it is not named (vtc). `hit_ratio`: the share of a request's
-    tokens that the prefix cache holds now, 0 to 1 (cache_aware).
+    tokens that the prefix cache holds now, 0 to 1 (cache_aware). Raises ValueError for a weight that is not positive,
+    and for an order by hits without the ratio.
     """
-    orders: dict[QueueOrder, Callable[[], Order]] = {QueueOrder.FCFS: fcfs, QueueOrder.FAIR_TAG: fair_tag}
-    return WaitingQueue(orders[config.order])
+    for tenant, weight in (weights or {}).items():
+        if not 0 < weight < math.inf:
+            raise ValueError(f"the weight of tenant {tenant!r} must be positive, got {weight}")
+    match config.order:
+        case QueueOrder.FCFS:
+            return WaitingQueue(fcfs)
+        case QueueOrder.FAIR_TAG:
+            return WaitingQueue(fair_tag)
+        case QueueOrder.VTC:
+            charges = TokenCharges(config.input_charge, config.cached_charge, config.output_charge)
+            return WaitingQueue(lambda: VTCOrder(charges, weights or {}))
+        case QueueOrder.CACHE_AWARE:
+            if hit_ratio is None:
+                raise ValueError("an order by cache hits needs to be told the hit ratios")
+            ratio = hit_ratio
+            return WaitingQueue(lambda: CacheOrder(ratio))

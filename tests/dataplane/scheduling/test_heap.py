@@ -24,7 +24,7 @@ def test_it_is_a_sorted_list_after_any_puts_and_removals(changes: list[tuple[str
         expected = sorted(plain, key=lambda name: plain[name])
         assert list(heap) == expected
         assert heap.first() == (expected[0] if expected else None)
-        assert heap.first_key() == ((plain[expected[0]][0],) if expected else None)
+        assert all(heap.key(name) == (plain[name][0],) and heap.get(name) == name for name in plain)
         assert len(heap) == len(plain) and all(name in heap for name in plain)
 
 
