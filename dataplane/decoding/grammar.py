@@ -74,10 +74,11 @@ class Vocabulary(Protocol):
 class GrammarState:
     """One sequence's place in its grammar. Belongs to one thread at a time."""
 
-    __slots__ = ("_compiled", "_matcher", "_tokens")
+    __slots__ = ("_matcher", "_renew", "_tokens")
 
-    def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher) -> None:
-        self._compiled, self._matcher = compiled, matcher
+    def __init__(self, matcher: LLMatcher, renew: Callable[[], LLMatcher] | None) -> None:
+        """`renew` gives a matcher at the start with tables of its own; None where `matcher` has them already."""
+        self._matcher, self._renew = matcher, renew
         self._tokens: list[int] = []
 
     def fill(self, mask: Mask) -> None:
@@ -88,21 +89,21 @@ class GrammarState:
         work than one token may; the mask is then not to be used.
         """
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            self._start_anew()
+        if self._matcher.is_error() and self._started_anew():
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                raise GrammarError(f"the text cannot go on in its grammar: {_failure(self._matcher)}")
+        if self._matcher.is_error():
+            raise GrammarError(f"the text cannot go on in its grammar: {_failure(self._matcher)}")
 
     def accept(self, token: int) -> None:
         """Move on by a token the mask allowed. After the end, only another end of sequence is allowed.
 
         Raises GrammarError when it was not allowed, or when moving on takes more work than one token may.
         """
-        if not self._matcher.consume_token(token):
-            self._start_anew()
-            if not self._matcher.consume_token(token):
-                raise GrammarError(f"the text cannot go on in its grammar: {_failure(self._matcher)}")
+        moved = self._matcher.consume_token(token)
+        if not moved and self._started_anew():
+            moved = self._matcher.consume_token(token)
+        if not moved:
+            raise GrammarError(f"the text cannot go on in its grammar: {_failure(self._matcher)}")
         self._tokens.append(token)
 
     @property
@@ -115,10 +116,13 @@ class GrammarState:
         """The text so far is in the language."""
         return self._matcher.is_accepting()
 
-    def _start_anew(self) -> None:
-        """All sequences of a compiled grammar fill its tables, and full ones fail everybody: try with empty ones."""
-        self._matcher = self._compiled.renewed()
+    def _started_anew(self) -> bool:
+        """All sequences of a grammar fill its tables, and full ones fail everybody: go on with empty ones, once."""
+        if self._renew is None:
+            return False
+        self._matcher, self._renew = self._renew(), None
         self._matcher.consume_tokens(self._tokens)
+        return True
 
 
 class CompiledGrammar:
@@ -133,13 +137,13 @@ class CompiledGrammar:
 
         Raises GrammarError when they are not in the language.
         """
-        state = GrammarState(self, self._matcher.deep_copy())
+        state = GrammarState(self._matcher.deep_copy(), self._renewed)
         for token in tokens:
             state.accept(token)
         return state
 
-    def renewed(self) -> LLMatcher:
-        """A matcher at the start with tables of its own, which those who start from now on share."""
+    def _renewed(self) -> LLMatcher:
+        """A matcher at the start with empty tables, which those who start from now on share."""
         self._matcher = self._build()
         return self._matcher.deep_copy()
 
@@ -199,12 +203,11 @@ class GrammarCompiler:
         matcher = build()
         if matcher.is_error():
             return _refusal(f"cannot be used: {_failure(matcher)}")
-        compiled = CompiledGrammar(build, matcher)
         try:
-            self._try_out(compiled.start())
+            self._try_out(GrammarState(matcher.deep_copy(), renew=None))
         except GrammarError as error:
             return _refusal(f"cannot be used: {error}")
-        return compiled
+        return CompiledGrammar(build, matcher)
 
     def _try_out(self, state: GrammarState) -> None:
         """A few steps, in which a grammar shows that it has no text at all or is too large to be walked."""
