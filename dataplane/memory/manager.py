@@ -13,54 +13,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dataplane.errors import IntegrityError
 from dataplane.memory.block_pool import BlockPool
 from dataplane.memory.events import EventLog
 from dataplane.memory.free_queue import Block
+from dataplane.memory.hit_window import HitWindow
 from dataplane.memory.host_pool import HostBlock, HostPool
 from dataplane.memory.moves import MoveLog
 from dataplane.memory.prefix_cache import extend_chain, root_hash
 from dataplane.memory.swap import SwapSpace
+from dataplane.memory.tables import NO_MATCH, PrefixMatch, Table
 from dataplane.protocol import AllBlocksCleared, BlockRemoved, BlockStored
 from dataplane.request import Request
 from dataplane.scheduling.plan import Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """Cached blocks that begin a request: some on the device, those that follow in host memory. Nothing is held."""
-
-    device: Sequence[Block] = ()
-    host: Sequence[HostBlock] = ()
-    block_size: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return (len(self.device) + len(self.host)) * self.block_size
-
-    @property
-    def host_tokens(self) -> int:
-        """Those of `tokens` that must be copied from host memory."""
-        return len(self.host) * self.block_size
-
-
-NO_MATCH = PrefixMatch()
-
-
-@dataclass(slots=True)
-class Table:
-    """One request's blocks, in order of position; the first `hashed` of them are in the prefix index.
-
-    `tokens` positions hold KV once the step being planned has run; `forked` says that the block of the next position
-    may be shared.
-    """
-
-    blocks: list[Block]
-    hashed: int = 0
-    tokens: int = 0
-    forked: bool = False
 
 
 class KVManager:
@@ -84,12 +50,12 @@ class KVManager:
         self.host = HostPool(host_blocks)
         self.offloaded = self.swapped_out = self.swapped_in = self.copied = 0
         """Blocks moved since the start: evicted prefixes, swapped requests out and in, copies on write."""
-        self._moves = MoveLog()
+        self.recent_hits = HitWindow()
+        """Of the requests that looked for their prefix when they first began to run."""
+        self._moves = MoveLog(self.pool, self.host)
         self._swap = SwapSpace(self.host, self._moves)
         self._tables: dict[str, Table] = {}
         self._replaced: dict[str, tuple[int, int]] = {}
-        self._sources: dict[int, Block] = {}
-        self._host_sources: list[HostBlock] = []
 
     # ------------------------------------------------------------------------------------------------------ questions
 
@@ -274,12 +240,6 @@ class KVManager:
 
     def take_transfers(self) -> Transfers:
         """The moves to make before the step that was planned; all since the last call."""
-        if self._sources:
-            self.pool.release(list(self._sources.values()))
-            self._sources.clear()
-        if self._host_sources:
-            self.host.release(self._host_sources)
-            self._host_sources.clear()
         return self._moves.take()
 
     def reset_prefix_cache(self) -> bool:
@@ -287,6 +247,7 @@ class KVManager:
         if self.host.used or not self.pool.reset():
             return False
         self.host.reset()
+        self.recent_hits.reset()
         return True
 
     def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
@@ -298,13 +259,13 @@ class KVManager:
         self.pool.check_integrity()
         self.host.check_integrity()
         held = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
-        held.update(self._sources)
+        held.update(self._moves.sources.keys())
         for block in self.pool.blocks[1:]:
             if block.refs != held[block.block_id]:
                 raise IntegrityError(
                     f"block {block.block_id} counts {block.refs} holders, tables {held[block.block_id]}"
                 )
-        held = Counter(block.block_id for block in (*self._swap.held(), *self._host_sources))
+        held = Counter(block.block_id for block in (*self._swap.held(), *self._moves.host_sources))
         for block in self.host.blocks:
             if block.refs != held[block.block_id]:
                 raise IntegrityError(
@@ -325,6 +286,8 @@ class KVManager:
         if table is None:
             return None
         self._tables[request.request_id] = table
+        if self.prefix_caching and request.read_cache and not request.preemptions:
+            self.recent_hits.observe(1, request.wanted, match.tokens)
         if cache:
             self._cache_full(request, table)
         return [block.block_id for block in table.blocks]
@@ -342,15 +305,14 @@ class KVManager:
             return None
         self.pool.touch(hits)
         self.host.touch(stored)
-        self._host_sources += stored
         taken = self.pool.take(fresh)
-        for source, target in zip(stored, taken, strict=False):
-            self._moves.bring(source.block_id, target.block_id)
+        self._moves.bring(stored, taken[: len(stored)])
+        self.host.release(stored)
         return Table([*hits, *taken], hashed=len(hits), tokens=known)
 
     def _holders(self, block: Block) -> int:
         """How many tables hold `block`; a copy still to be made holds it once more."""
-        return block.refs - (block.block_id in self._sources)
+        return block.refs - (block.block_id in self._moves.sources)
 
     def _shares(self, table: Table, position: int) -> bool:
         """Whether `position` goes into a block that is begun and that another table holds too."""
@@ -365,22 +327,18 @@ class KVManager:
         """
         index = request.computed // self.block_size
         source, (target,) = table.blocks[index], self.pool.take(1)
-        if source.block_id in self._sources:
-            self.pool.release([source])
-        else:
-            self._sources[source.block_id] = source
-        self._moves.copy(source.block_id, target.block_id)
+        self._moves.copy(source, target)
         self.copied += 1
         table.blocks[index] = target
         self._replaced[request.request_id] = (index, target.block_id)
 
     def _offload(self, block: Block, key: bytes) -> None:
         """The device is about to write over `block`, the last there to hold `key`: keep its contents on the host."""
-        if not self._moves.settled(block.block_id):
+        if not self._moves.settled(block):
             return
         copy = self.host.admit(key)
         if copy is not None:
-            self._moves.out(block.block_id, copy.block_id)
+            self._moves.out(block, copy)
             self.offloaded += 1
 
     def _extend_hashes(self, request: Request) -> None:

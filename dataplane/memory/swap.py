@@ -52,14 +52,14 @@ class SwapSpace:
         fresh = len(blocks) - len(known)
         here += [None] * (len(blocks) - hashed)
         moving = [block for block, copy in zip(blocks, here, strict=True) if copy is None]
-        if fresh + waking > len(self._host.free) or not all(self._moves.settled(block.block_id) for block in moving):
+        if fresh + waking > len(self._host.free) or not all(self._moves.settled(block) for block in moving):
             return None
         self._host.touch(known)
         taken = iter(self._host.take(fresh))
         copies = [copy or next(taken) for copy in here]
         for index, block in enumerate(blocks):
             if here[index] is None:
-                self._moves.out(block.block_id, copies[index].block_id)
+                self._moves.out(block, copies[index])
                 if index < hashed and block.key is not None:
                     self._host.name(copies[index], block.key)
         self._swapped[request_id] = Swapped(copies, hashed, tokens)

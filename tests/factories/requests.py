@@ -9,8 +9,9 @@ from dataplane.memory.manager import KVManager
 from dataplane.protocol import RequestOutput, SamplingParams
 from dataplane.request import Request
 from dataplane.scheduling.config import SchedulerConfig
-from dataplane.scheduling.plan import Plan, StepResult
+from dataplane.scheduling.plan import Plan, RunningRequest, StepResult
 from dataplane.scheduling.scheduler import Scheduler
+from tests.factories.kv_memory import KVMemory
 
 
 def make_request(request_id: str, tokens: Iterable[int], *, max_tokens: int = 16, **fields: Any) -> Request:
@@ -61,14 +62,28 @@ class ScriptedExecutor:
             self.tables[new.request_id] = list(new.blocks)
             self.computed[new.request_id] = new.computed
         for running in plan.running:
-            self.tables[running.request_id] += running.new_blocks
+            self.tables[running.request_id] = extended(self.tables[running.request_id], running)
             assert self.computed[running.request_id] == running.computed
         tokens = {}
         for request_id, count in plan.tokens.items():
             self.computed[request_id] += count
             if request_id in plan.samples:
                 tokens[request_id] = [self._token(request_id, self.computed[request_id])]
+        for fork in plan.new:
+            if fork.parent:
+                assert fork.request_id not in plan.tokens, "a fork computes nothing in the step that makes it"
+                assert self.computed[fork.request_id] == self.computed[fork.parent] == fork.prompt_len
+                tokens[fork.request_id] = [self._token(fork.request_id, fork.computed)]
         return StepResult(tokens)
+
+
+def extended(table: Sequence[int], running: RunningRequest) -> list[int]:
+    """A table the executor holds, as a plan changes it."""
+    changed = list(table)
+    if running.replaced is not None:
+        index, block = running.replaced
+        changed[index] = block
+    return changed + running.new_blocks
 
 
 def run_to_end(
@@ -102,13 +117,13 @@ def fold(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
-def undisturbed(prompt: Sequence[int], root: int, count: int) -> list[int]:
+def undisturbed(prompt: Sequence[int], root: int, count: int, seed: int = 0) -> list[int]:
     """What `KVExecutor` generates for a request that runs alone and is never preempted."""
     digest, tokens = root, []
     for token in prompt:
         digest = fold(digest, token)
     for _ in range(count):
-        tokens.append(digest % VOCAB)
+        tokens.append((digest + seed) % VOCAB)
         digest = fold(digest, tokens[-1])
     return tokens
 
@@ -116,25 +131,30 @@ def undisturbed(prompt: Sequence[int], root: int, count: int) -> list[int]:
 class KVExecutor(ScriptedExecutor):
     """Keeps a digest of the whole prefix in every KV slot and reads it back through the block table.
 
-    A block that is shared wrongly, overwritten, or used before it is written gives another token. `root` is where
-    a request's digest starts: different for those that must not share.
+    A block that is shared wrongly, overwritten, moved wrongly, or used before it is written gives another token.
+    `root` is where a request's digest starts: different for those that must not share. The seed enters the choice of
+    tokens, so that forks part.
     """
 
     def __init__(self, block_size: int, root: Callable[[str], int]) -> None:
-        super().__init__(lambda request_id, position: self._read(request_id, position) % VOCAB)
+        super().__init__(self._choose)
         self._block_size = block_size
         self._root = root
-        self._slots: dict[tuple[int, int], int] = {}
+        self.memory = KVMemory(block_size)
         self._sequences: dict[str, list[int]] = {}
+        self._seeds: dict[str, int] = {}
 
     def run(self, plan: Plan) -> StepResult:
+        self.memory.clear(plan.scrub)
+        self.memory.apply(plan.transfers)
         for new in plan.new:
             self._sequences[new.request_id] = list(new.tokens)
+            self._seeds[new.request_id] = new.seed
         starts = {new.request_id: new.computed for new in plan.new}
         starts |= {running.request_id: running.computed for running in plan.running}
         tables = {new.request_id: list(new.blocks) for new in plan.new}
         for running in plan.running:
-            tables[running.request_id] = self.tables[running.request_id] + running.new_blocks
+            tables[running.request_id] = extended(self.tables[running.request_id], running)
         for request_id, count in plan.tokens.items():
             self._write(request_id, tables[request_id], starts[request_id], count)
         for request_id, count in plan.tokens.items():
@@ -146,23 +166,15 @@ class KVExecutor(ScriptedExecutor):
 
     def _write(self, request_id: str, table: list[int], start: int, count: int) -> None:
         for position in range(start, start + count):
-            before = self._at(table, position - 1) if position else self._root(request_id)
-            self._slots[self._slot(table, position)] = fold(before, self._sequences[request_id][position])
+            before = self.memory.read(table, position - 1) if position else self._root(request_id)
+            self.memory.write(table, position, fold(before, self._sequences[request_id][position]))
 
     def _verify(self, request_id: str, table: list[int], length: int) -> None:
         """Attention reads every position: all of them must hold this request's own prefix."""
         digest = self._root(request_id)
         for position in range(length):
             digest = fold(digest, self._sequences[request_id][position])
-            assert self._at(table, position) == digest, f"{request_id} reads foreign KV at position {position}"
+            assert self.memory.read(table, position) == digest, f"{request_id} reads foreign KV at position {position}"
 
-    def _read(self, request_id: str, length: int) -> int:
-        return self._at(self.tables[request_id], length - 1)
-
-    def _at(self, table: list[int], position: int) -> int:
-        return self._slots[self._slot(table, position)]
-
-    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
-        block = table[position // self._block_size]
-        assert block != 0, "the null block was written or read"
-        return block, position % self._block_size
+    def _choose(self, request_id: str, length: int) -> int:
+        return (self.memory.read(self.tables[request_id], length - 1) + self._seeds[request_id]) % VOCAB
