@@ -10,22 +10,46 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dataplane.decoding.bad_words import BadWords
+from dataplane.decoding.bias import LogitBias
+from dataplane.decoding.grammar import GrammarError, GrammarState, mask_words, unpack
 from dataplane.protocol import SamplingParams
 
 NOT_FINITE = "the model produced a logit that is not a number"
+NOTHING_LEFT = "no token is allowed here: what the request forbids and requires leaves none"
 
 
 class RowParams:
     """One request's sampling parameters and what they need to know of its progress."""
 
-    __slots__ = ("generated", "params", "penalised", "prompt_seen", "seed", "stop_ids", "used")
+    __slots__ = (
+        "bad_words",
+        "bias",
+        "generated",
+        "grammar",
+        "params",
+        "penalised",
+        "prompt_seen",
+        "seed",
+        "stop_ids",
+        "used",
+    )
 
     def __init__(
-        self, params: SamplingParams, seed: int, stop_ids: tuple[int, ...], tokens: list[int], prompt_len: int
+        self,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        tokens: list[int],
+        prompt_len: int,
+        *,
+        grammar: GrammarState | None = None,
     ) -> None:
+        """`grammar` stands where the output stands."""
         self.params, self.seed, self.stop_ids = params, seed, stop_ids
         self.generated = len(tokens) - prompt_len
         self.penalised = (
@@ -33,22 +57,37 @@ class RowParams:
         )
         self.prompt_seen = frozenset(tokens[:prompt_len]) if self.penalised else frozenset()
         self.used: Counter[int] = Counter(tokens[prompt_len:]) if self.penalised else Counter()
+        self.bias = LogitBias(params.logit_bias) if params.logit_bias else None
+        self.bad_words = BadWords(params.bad_words, tokens) if params.bad_words else None
+        self.grammar = grammar
 
     def take(self, token: int) -> None:
-        """A token was generated."""
+        """A token was generated. Raises GrammarError when the row's grammar does not allow it."""
         self.generated += 1
         if self.penalised:
             self.used[token] += 1
+        if self.bad_words is not None:
+            self.bad_words.take(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
 
     @property
     def plain(self) -> bool:
         """Whether the row's logits can be used as they are."""
-        return not self.penalised and not self.held_back
+        constrained = self.bias is not None or self.bad_words is not None or self.grammar is not None
+        return not (self.penalised or constrained or self.held_back)
 
     @property
     def held_back(self) -> tuple[int, ...]:
-        """Tokens that may not come yet."""
-        return self.stop_ids if self.generated < self.params.min_tokens else ()
+        """Tokens that may not come yet. An output that its grammar leaves nothing to add to may end early."""
+        if self.generated >= self.params.min_tokens or (self.grammar is not None and self.grammar.finished):
+            return ()
+        return self.stop_ids
+
+    @property
+    def banned(self) -> list[int]:
+        """Tokens that may not come now."""
+        return [*self.held_back, *(self.bad_words.banned() if self.bad_words is not None else ())]
 
     @property
     def uniform(self) -> float:
@@ -57,26 +96,31 @@ class RowParams:
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], list[int]]:
-    """A token for each row of `logits` [R, vocab], and the indices of rows whose logits are not finite.
+def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], dict[int, str]]:
+    """A token for each row of `logits` [R, vocab], and by index what is wrong with rows that cannot have one.
 
-    A row that is not finite gets token 0, which nobody should use. `logits` may be written to.
+    Such a row gets token 0, which nobody should use. `logits` may be written to.
     """
+    bad: dict[int, str] = {}
     for index, row in enumerate(rows):
         if not row.plain:
-            _adjust(logits[index], row)
+            try:
+                _adjust(logits[index], row)
+            except GrammarError as error:
+                bad[index] = str(error)
     best, tokens = logits.max(dim=-1)
-    bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
+    for index in torch.nonzero(~torch.isfinite(best)).flatten().tolist():
+        bad.setdefault(index, NOTHING_LEFT if best[index] == float("-inf") else NOT_FINITE)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and index not in bad]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])
     if bad:
-        tokens[bad] = 0
+        tokens[list(bad)] = 0
     return tokens.tolist(), bad
 
 
 def _adjust(logits: Tensor, row: RowParams) -> None:
-    """Penalties and held-back tokens, in place on one row [vocab].
+    """Penalties, bias, and what may not come, in this order and in place on one row [vocab].
 
     Repetition (CTRL, Keskar et al. 2019) over prompt and output, presence and frequency (OpenAI) over output.
     """
@@ -89,8 +133,14 @@ def _adjust(logits: Tensor, row: RowParams) -> None:
         used = torch.tensor(list(row.used.keys()))
         counts = torch.tensor(list(row.used.values()), dtype=logits.dtype)
         logits[used] -= params.presence_penalty + params.frequency_penalty * counts
-    if row.held_back:
-        logits[list(row.held_back)] = float("-inf")
+    if row.bias is not None:
+        row.bias.apply(logits)
+    if banned := row.banned:
+        logits[banned] = float("-inf")
+    if row.grammar is not None:
+        mask = np.zeros(mask_words(len(logits)), dtype=np.int32)
+        row.grammar.fill(mask)
+        logits.masked_fill_(torch.from_numpy(~unpack(mask, len(logits))), float("-inf"))
 
 
 def _draw(logits: Tensor, rows: list[RowParams]) -> Tensor:

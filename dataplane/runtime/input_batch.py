@@ -13,10 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataplane.decoding.grammar import GrammarCompiler
 from dataplane.decoding.sampler import RowParams
 from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Positions of a prompt whose logits are to be compared with the token that follows: `count` from `at` in T.
+
+    `targets` [count] are those tokens; `first` says that the span begins the prompt.
+    """
+
+    request_id: str
+    at: int
+    targets: Tensor
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +39,8 @@ class StepInput:
 
     T tokens of R requests: `token_ids`, `positions` and `slots` are [T]; `starts` (tokens before this step),
     `counts` (tokens in it) and `rows` are [R]; `tables` [R, n] is padded with the null block.
-    `sampled` names the requests that yield a token, `sample_at` [S] where in T their last token lies.
+    `sampled` names the requests that yield a token, `sample_at` [S] where in T the token before it lies: their own
+    last token, or for a fork that starts in this step its parent's. `scored` are the prompt positions to be scored.
     """
 
     request_ids: list[str]
@@ -39,13 +54,15 @@ class StepInput:
     slots: Tensor
     sampled: list[str]
     sample_at: Tensor
+    scored: list[ScoredSpan]
 
 
 class InputBatch:
-    """`max_rows` rows of up to `max_len` tokens."""
+    """`max_rows` rows of up to `max_len` tokens. `grammars` compiles those of requests that have one."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, block_size: int, grammars: GrammarCompiler | None = None) -> None:
         self.block_size = block_size
+        self._grammars = grammars
         self._tokens = np.zeros((max_rows, max_len), dtype=np.int64)
         self._tables = np.zeros((max_rows, -(-max_len // block_size)), dtype=np.int64)
         self._lengths = np.zeros(max_rows, dtype=np.int64)
@@ -54,6 +71,7 @@ class InputBatch:
         self._free = list(range(max_rows - 1, -1, -1))
         self._row: dict[str, int] = {}
         self._params: dict[str, RowParams] = {}
+        self._scored: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._row)
@@ -78,8 +96,9 @@ class InputBatch:
         positions = starts[owner] + np.arange(ends[-1]) - np.repeat(ends - counts, counts)
         blocks = self._tables[rows[owner], positions // self.block_size]
         width = int(-(-(starts + counts).max() // self.block_size))
-        sampled = [request_id for request_id in order if request_id in plan.samples]
-        last = [int(end) - 1 for request_id, end in zip(order, ends, strict=True) if request_id in plan.samples]
+        last = {request_id: int(end) - 1 for request_id, end in zip(order, ends, strict=True)}
+        sampled = {request_id: last[request_id] for request_id in order if request_id in plan.samples}
+        sampled |= {new.request_id: last[new.parent] for new in plan.new if new.parent}
         return StepInput(
             request_ids=order,
             rows=rows,
@@ -90,16 +109,28 @@ class InputBatch:
             token_ids=torch.from_numpy(self._tokens[rows[owner], positions]),
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(blocks * self.block_size + positions % self.block_size),
-            sampled=sampled,
-            sample_at=torch.tensor(last, dtype=torch.int64),
+            sampled=list(sampled),
+            sample_at=torch.tensor(list(sampled.values()), dtype=torch.int64),
+            scored=self._spans(order, starts, counts, ends - counts) if self._scored else [],
         )
+
+    def _spans(self, order: list[str], starts: Ints, counts: Ints, places: Ints) -> list[ScoredSpan]:
+        """What of each prompt is to be scored in this step. The last token of a prompt has none after it in it."""
+        spans = []
+        for request_id, start, count, at in zip(order, starts.tolist(), counts.tolist(), places.tolist(), strict=True):
+            prompt_len = self._scored.get(request_id, 0)
+            end = min(start + count, prompt_len - 1)
+            if start < prompt_len:
+                targets = torch.from_numpy(self._tokens[self._row[request_id], start + 1 : end + 1].copy())
+                spans.append(ScoredSpan(request_id, at, targets, first=start == 0))
+        return spans
 
     def params(self, request_ids: list[str]) -> list[RowParams]:
         """How to sample for each request, with its progress."""
         return [self._params[request_id] for request_id in request_ids]
 
     def append(self, request_id: str, token: int) -> None:
-        """Take a sampled token into the request's row."""
+        """Take a sampled token into the request's row. Raises GrammarError when its grammar does not allow it."""
         row = self._row[request_id]
         if self._lengths[row] < self._tokens.shape[1]:
             self._tokens[row, self._lengths[row]] = token
@@ -115,7 +146,15 @@ class InputBatch:
         self._tables[row, : len(new.blocks)] = new.blocks
         self._blocks[row] = len(new.blocks)
         self._computed[row] = new.computed
-        self._params[new.request_id] = RowParams(new.params, new.seed, new.stop_ids, new.tokens, new.prompt_len)
+        grammar = None
+        if new.params.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar came to an executor that has no compiler"
+            grammar = self._grammars.compile(new.params.grammar).start(new.tokens[new.prompt_len :])
+        self._params[new.request_id] = RowParams(
+            new.params, new.seed, new.stop_ids, new.tokens, new.prompt_len, grammar=grammar
+        )
+        if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_len:
+            self._scored[new.request_id] = new.prompt_len
 
     def _advance(self, running: RunningRequest) -> None:
         row = self._row[running.request_id]
@@ -123,7 +162,12 @@ class InputBatch:
         if more:
             self._tables[row, held : held + more] = running.new_blocks
             self._blocks[row] = held + more
+        if running.replaced is not None:
+            index, block = running.replaced
+            self._tables[row, index] = block
         self._computed[row] = running.computed
+        if running.computed >= self._scored.get(running.request_id, 0):
+            self._scored.pop(running.request_id, None)
 
     def _drop(self, request_id: str) -> None:
         """Free a row. A request that ended before its first step has none."""
@@ -131,3 +175,4 @@ class InputBatch:
         if row is not None:
             self._free.append(row)
             del self._params[request_id]
+            self._scored.pop(request_id, None)

@@ -6,15 +6,20 @@ who runs. On the CPU a step is done when `submit` returns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from dataplane.config import EngineConfig
+from dataplane.decoding.grammar import GrammarCompiler, GrammarError
+from dataplane.decoding.logprobs import ROWS_AT_ONCE, score
 from dataplane.decoding.sampler import NOT_FINITE, sample
 from dataplane.memory.kv_store import KVStore
 from dataplane.models.loader import load_model
+from dataplane.protocol import TokenLogprob
 from dataplane.runtime.attention import AttentionBackend, TorchAttention
 from dataplane.runtime.input_batch import InputBatch, StepInput
 from dataplane.scheduling.plan import Plan, StepResult, StepSeconds
@@ -33,7 +38,9 @@ class DoneHandle:
 class ModelRunner:
     """The executor of a single rank."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: EngineConfig, clock: Callable[[], float], grammars: GrammarCompiler | None = None
+    ) -> None:
         torch.set_num_threads(config.threads)
         shape = config.model.shape
         self._clock = clock
@@ -44,9 +51,11 @@ class ModelRunner:
             dtype=getattr(torch, config.dtype),
             device=torch.device(config.device),
         )
-        self.store = KVStore(shape, config.cache.num_blocks, config.cache.block_size)
+        self.store = KVStore(shape, config.cache.num_blocks, config.cache.block_size, config.cache.host_blocks)
         self.attention: AttentionBackend = TorchAttention(self.store, shape.heads)
-        self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size)
+        self.batch = InputBatch(
+            config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size, grammars
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -62,6 +71,8 @@ class ModelRunner:
         self.batch.update(plan)
         if plan.scrub:
             self.store.clear(plan.scrub)
+        if plan.transfers:
+            self.store.move(plan.transfers)
         if not plan.tokens:
             return DoneHandle(StepResult({}))
         step = self.batch.gather(plan)
@@ -71,17 +82,46 @@ class ModelRunner:
             hidden = self.model(step.token_ids, step.positions, attention)
             logits = self.model.logits(hidden[step.sample_at]) if step.sampled else None
             forwarded = self._clock()
-            tokens, errors = self._sample(step, logits)
+            result = StepResult({})
+            self._score_prompts(step, hidden, result)
+            if logits is not None:
+                self._sample(step, logits, result)
         sampled = self._clock()
         seconds = StepSeconds(prepare=prepared - started, forward=forwarded - prepared, sample=sampled - forwarded)
-        return DoneHandle(StepResult(tokens, errors, seconds))
+        return DoneHandle(replace(result, seconds=seconds))
 
-    def _sample(self, step: StepInput, logits: torch.Tensor | None) -> tuple[dict[str, list[int]], dict[str, str]]:
-        if logits is None:
-            return {}, {}
-        chosen, bad = sample(logits, self.batch.params(step.sampled))
-        tokens: dict[str, list[int]] = {}
-        for request_id, token in zip(step.sampled, chosen, strict=True):
-            self.batch.append(request_id, token)
-            tokens[request_id] = [token]
-        return tokens, {step.sampled[index]: NOT_FINITE for index in bad}
+    def _sample(self, step: StepInput, logits: Tensor, result: StepResult) -> None:
+        """Choose a token for each of the step's rows; score those that were asked to be scored."""
+        rows = self.batch.params(step.sampled)
+        asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        untouched = logits[asked]
+        chosen, bad = sample(logits, rows)
+        for index, (request_id, token) in enumerate(zip(step.sampled, chosen, strict=True)):
+            if index in bad:
+                result.errors[request_id] = bad[index]
+                rows[index].grammar = None
+            try:
+                self.batch.append(request_id, token)
+            except GrammarError as error:
+                result.errors[request_id] = str(error)
+            result.tokens[request_id] = [token]
+        if asked:
+            tops = [rows[index].params.logprobs or 0 for index in asked]
+            scores = score(untouched, torch.tensor([chosen[index] for index in asked]), tops)
+            result.logprobs.update(
+                {step.sampled[index]: [scored] for index, scored in zip(asked, scores, strict=True) if index not in bad}
+            )
+
+    def _score_prompts(self, step: StepInput, hidden: Tensor, result: StepResult) -> None:
+        """Score the prompt tokens that follow this step's positions."""
+        for span in step.scored:
+            (row,) = self.batch.params([span.request_id])
+            top = row.params.prompt_logprobs or 0
+            scores: list[TokenLogprob | None] = [None] if span.first else []
+            for at in range(0, len(span.targets), ROWS_AT_ONCE):
+                targets = span.targets[at : at + ROWS_AT_ONCE]
+                logits = self.model.logits(hidden[span.at + at : span.at + at + len(targets)])
+                scores += score(logits, targets, [top] * len(targets))
+            if not all(math.isfinite(scored.logprob) for scored in scores if scored is not None):
+                result.errors[span.request_id] = NOT_FINITE
+            result.prompt_logprobs[span.request_id] = scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -17,8 +18,9 @@ from transformers import (
 )
 
 from dataplane.decoding import sampler
-from dataplane.decoding.sampler import RowParams, sample
-from dataplane.protocol import SamplingParams
+from dataplane.decoding.grammar import CompiledGrammar, GrammarCompiler, GrammarState
+from dataplane.decoding.sampler import NOT_FINITE, NOTHING_LEFT, RowParams, sample
+from dataplane.protocol import Grammar, GrammarKind, SamplingParams
 
 VOCAB = 40
 
@@ -93,7 +95,7 @@ def test_greedy_takes_the_best_and_never_draws(monkeypatch: pytest.MonkeyPatch) 
     logits = torch.stack([spread(), spread().flip(0)])
     tokens, bad = sample(logits, [row(temperature=0.0), row(temperature=0.0, top_p=0.1, top_k=3)])
     assert tokens == [int(logits[0].argmax()), int(logits[1].argmax())]
-    assert bad == []
+    assert bad == {}
 
 
 def test_a_row_draws_the_same_whoever_stands_beside_it() -> None:
@@ -150,10 +152,116 @@ def test_a_row_that_is_not_finite_is_named_and_harms_no_other(value: float) -> N
     logits = torch.stack([spread(), spread()])
     logits[0, 11] = value
     tokens, bad = sample(logits, [row(temperature=1.0), row(temperature=0.0)])
-    assert bad == [0]
+    assert bad == {0: NOT_FINITE}
     assert tokens[1] == int(spread().argmax())
 
 
 def test_a_row_of_minus_infinities_is_named() -> None:
     tokens, bad = sample(torch.full((1, VOCAB), float("-inf")), [row(temperature=0.0)])
-    assert (len(tokens), bad) == (1, [0])
+    assert (len(tokens), bad) == (1, {0: NOTHING_LEFT})
+
+
+def test_a_bias_is_added_and_nothing_else_changes() -> None:
+    logits = spread()
+    adjusted = logits.clone()
+    biased = row(logit_bias={3: 7.5, 9: -2.0, 20: 0.0})
+    assert not biased.plain
+    sampler._adjust(adjusted, biased)
+    changed = adjusted - logits
+    assert changed[3] == pytest.approx(7.5)
+    assert changed[9] == pytest.approx(-2.0)
+    assert torch.equal(torch.nonzero(changed).flatten(), torch.tensor([3, 9]))
+
+
+def test_a_bias_of_100_decides_and_of_minus_100_forbids() -> None:
+    logits = spread()
+    best = int(logits.argmax())
+    assert sample(logits[None].clone(), [row(temperature=0.0, logit_bias={7: 100.0})])[0] == [7]
+    assert best not in draw(logits, 2000, logit_bias={best: -100.0})
+    assert best in draw(logits, 2000)
+
+
+def test_bias_shifts_the_odds_by_its_exponential() -> None:
+    draws = 40_000
+    counts = draw(torch.zeros(VOCAB), draws, logit_bias={5: 2.0})
+    target = torch.softmax(torch.eye(VOCAB)[5] * 2.0, dim=-1)
+    assert distance(counts, draws, target) < 0.03
+    assert distance(counts, draws, torch.full((VOCAB,), 1 / VOCAB)) > 0.1
+
+
+def test_bad_words_are_followed_token_by_token() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4], logits[0, 6] = 9.0, 8.0
+    watched = row(tokens=(1,), temperature=0.0, bad_words=((4, 4), (6,)))
+    assert sample(logits.clone(), [watched])[0] == [4]
+    watched.take(4)
+    third = sample(logits.clone(), [watched])[0][0]
+    assert third not in (4, 6)
+    watched.take(third)
+    assert sample(logits.clone(), [watched])[0] == [4]
+
+
+def test_a_row_that_may_have_no_token_is_named_and_harms_no_other() -> None:
+    logits = torch.stack([spread(), spread()])
+    rows = [row(bad_words=tuple((token,) for token in range(VOCAB))), row(temperature=0.0)]
+    tokens, bad = sample(logits, rows)
+    assert bad == {0: NOTHING_LEFT}
+    assert tokens[1] == int(spread().argmax())
+
+
+LETTERS = [bytes([97 + token]) for token in range(26)]
+EOS = 39
+
+
+class Letters:
+    """A vocabulary of single letters, ids 0 to 25, and special tokens."""
+
+    eos_token_ids = (EOS,)
+
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        return [*LETTERS, *(b"" for _ in range(26, VOCAB))], list(range(26, VOCAB))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [LETTERS.index(letter.encode()) for letter in text if letter.encode() in LETTERS]
+
+
+def spelling(expression: str) -> CompiledGrammar:
+    compiler = GrammarCompiler(Letters, VOCAB)
+    return compiler.compile(Grammar(kind=GrammarKind.REGEX, text=expression))
+
+
+def spell(grammar: GrammarState, count: int, **params: Any) -> str:
+    """Sample `count` tokens from random logits under a grammar."""
+    text = ""
+    params = SamplingParams(**params)
+    drawn = RowParams(params, 5, (EOS,), [1], 1, grammar=grammar)
+    for step in range(count):
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(step)) * 3
+        (token,), bad = sample(logits, [drawn])
+        assert not bad
+        drawn.take(token)
+        text += "." if token == EOS else LETTERS[token].decode()
+    return text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_holds_at_every_token_and_ends_the_text(temperature: float) -> None:
+    text = spell(spelling("(ab|cd)x[p-t]{3}").start(), 8, temperature=temperature)
+    assert re.fullmatch(r"(ab|cd)x[p-t]{3}\.\.", text)
+    assert "." not in spell(spelling("[a-z]{8}").start(), 8, temperature=temperature)
+
+
+def test_a_finished_grammar_ends_before_min_tokens() -> None:
+    assert spell(spelling("ab").start(), 3, min_tokens=10) == "ab."
+    held = spell(spelling("a+").start(), 9, min_tokens=9)
+    assert held == "a" * 9
+
+
+def test_what_a_grammar_needs_and_a_ban_forbids_is_named() -> None:
+    torn = RowParams(SamplingParams(bad_words=((1,),)), 5, (), [0], 1, grammar=spelling("b").start())
+    assert sample(spread()[None], [torn])[1] == {0: NOTHING_LEFT}
+
+
+def test_a_grammar_goes_on_where_a_preempted_request_stood() -> None:
+    compiled = spelling("abcdef")
+    assert spell(compiled.start([0, 1, 2]), 4) == "def."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from dataplane.protocol import SamplingParams
@@ -69,3 +71,44 @@ def test_a_row_never_grows_beyond_the_context() -> None:
     batch.update(Plan(1, {"a": 3}, frozenset("a"), new=(new("a", [5, 6, 7], [1]),)))
     batch.append("a", 8)
     assert np.array_equal(batch._tokens[0], [5, 6, 7])
+
+
+def test_a_replaced_block_takes_its_place_and_new_ones_follow() -> None:
+    batch = InputBatch(max_rows=1, max_len=16, block_size=4)
+    batch.update(Plan(1, {"a": 6}, frozenset(), new=(new("a", list(range(9)), [1, 2]),)))
+    plan = Plan(2, {"a": 3}, frozenset("a"), running=(RunningRequest("a", [8], 6, replaced=(1, 5)),))
+    batch.update(plan)
+    step = batch.gather(plan)
+    assert step.tables.tolist() == [[1, 5, 8]]
+    assert step.slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 8 * 4]
+
+
+def test_a_fork_has_no_tokens_and_its_parents_place() -> None:
+    batch = InputBatch(max_rows=4, max_len=16, block_size=4)
+    parent, fork = new("p", [5, 6, 7], [1]), replace(new("f", [5, 6, 7], [1], computed=3), parent="p")
+    plan = Plan(1, {"p": 3, "d": 1}, frozenset(["p", "f", "d"]), new=(parent, new("d", [9], [2]), fork))
+    batch.update(plan)
+    step = batch.gather(plan)
+    assert (step.request_ids, step.token_ids.tolist()) == (["d", "p"], [9, 5, 6, 7])
+    assert dict(zip(step.sampled, step.sample_at.tolist(), strict=True)) == {"d": 0, "p": 3, "f": 3}
+    batch.append("f", 8)
+    then = Plan(2, {"f": 1}, frozenset("f"), running=(RunningRequest("f", [], 3),))
+    batch.update(then)
+    assert batch.gather(then).token_ids.tolist() == [8]
+
+
+def test_prompt_positions_are_scored_once_each_and_never_output() -> None:
+    batch = InputBatch(max_rows=2, max_len=16, block_size=4)
+    scored = replace(new("a", [5, 6, 7, 8], [1, 2]), params=SamplingParams(prompt_logprobs=1))
+    plans = [
+        Plan(1, {"a": 2, "b": 1}, frozenset("b"), new=(scored, new("b", [9], [3]))),
+        Plan(2, {"a": 2}, frozenset("a"), running=(RunningRequest("a", [], 2),)),
+        Plan(3, {"a": 1}, frozenset("a"), running=(RunningRequest("a", [], 4),)),
+    ]
+    seen = []
+    for plan in plans:
+        batch.update(plan)
+        seen.append([(span.at, span.targets.tolist(), span.first) for span in batch.gather(plan).scored])
+        if "a" in plan.samples:
+            batch.append("a", 10)
+    assert seen == [[(1, [6, 7], True)], [(0, [8], False)], []]
