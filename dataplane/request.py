@@ -170,6 +170,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def seats(self) -> int:
+        """How many requests this one is, or will be once its prompt is computed. A fork given up before is ""."""
+        return 1 + sum(1 for fork in self.forks if fork)
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens whose KV this request will ever hold: the last token it generates needs none."""
         return self.prompt_len + self.max_tokens - 1

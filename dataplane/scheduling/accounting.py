@@ -6,13 +6,13 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from dataplane.protocol import Histogram, MemoryCounters, SchedulingCounters, ServiceCounters, TenantService
 from dataplane.request import Request
+from dataplane.scheduling.config import Preemption
 from dataplane.scheduling.plan import Plan
 
-PREEMPTED_FOR_BLOCKS = "recompute"
 MAX_TENANTS = 1024
 OTHER_TENANTS = "other"
 
@@ -26,20 +26,26 @@ class Accounting:
         self.service = ServiceCounters()
 
     def planned(self, tokens: int, budget: int) -> int:
-        """A step was planned; its number."""
+        """A step was planned; its number. One in which nobody runs is none, and has the number of the last."""
+        if not tokens:
+            return self.scheduling.steps
         self.scheduling.steps += 1
         self.scheduling.token_budget += budget
         self.scheduling.tokens_scheduled += tokens
         return self.scheduling.steps
 
-    def looked_up(self, request: Request, found: int, *, first: bool) -> None:
-        """A request's tokens were looked up in the prefix cache as it started, for the first time or again."""
+    def looked_up(self, request: Request, found: int, host: int, *, first: bool) -> None:
+        """`found` of a request's tokens were in the prefix cache as it started, for the first time or again.
+
+        `host` of them came from host memory.
+        """
         if not first:
             self.memory.recompute_queries += request.wanted
             self.memory.recompute_hits += found
             return
         self.memory.prefix_queries += request.wanted
         self.memory.prefix_hits += found
+        self.memory.host_hits += host
         self.tenant(request).cached_tokens += found
 
     def computed(self, request: Request) -> None:
@@ -62,9 +68,14 @@ class Accounting:
         self.scheduling.output_tokens += count
         self.tenant(request).output_tokens += count
 
-    def preempted(self) -> None:
+    def preempted(self, how: Preemption) -> None:
+        """A request lost its blocks; `how` it will get its KV back."""
         causes = self.scheduling.preemptions
-        causes[PREEMPTED_FOR_BLOCKS] = causes.get(PREEMPTED_FOR_BLOCKS, 0) + 1
+        causes[how.value] = causes.get(how.value, 0) + 1
+
+    def wasted(self, tokens: int) -> None:
+        """A step computed `tokens` tokens for a request that had ended by then."""
+        self.scheduling.wasted_tokens += tokens
 
     def finished(self, request: Request) -> None:
         self.tenant(request).finished += 1
@@ -76,15 +87,15 @@ class Accounting:
         request.kv_block_seconds += spent
         self.tenant(request).kv_block_seconds += spent
 
-    def charge_time(self, plan: Plan, seconds: float, requests: Mapping[str, Request]) -> None:
+    def charge_time(self, plan: Plan, seconds: float, live: Iterable[Request]) -> None:
         """Share a step's time out by tokens scheduled; what a request that is gone used is nobody's."""
-        total = plan.total_tokens
-        for request_id, count in plan.tokens.items():
-            request = requests.get(request_id)
-            if request is not None:
-                share = seconds * count / total
-                request.device_seconds += share
-                self.tenant(request).device_seconds += share
+        if not plan.tokens:
+            return
+        each = seconds / plan.total_tokens
+        for request in live:
+            share = each * plan.tokens.get(request.request_id, 0)
+            request.device_seconds += share
+            self.tenant(request).device_seconds += share
 
     def tenant(self, request: Request) -> TenantService:
         """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
