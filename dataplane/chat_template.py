@@ -11,11 +11,13 @@ import json
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
+from jinja2 import meta as jinja_meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dataplane.errors import CheckpointError
 from dataplane.request import RequestError
+from dataplane.tools import ToolStyle, style_of
 
 MAX_RENDERED = 16 * 2**20
 
@@ -34,9 +36,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
+            variables = jinja_meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
         self._tokens = tokens
+        self.tool_style: ToolStyle = style_of(source, takes_tools="tools" in variables)
+        """How the model writes calls to tools."""
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """The prompt text. Raises RequestError naming `messages` when the template refuses or fails on them."""

@@ -19,6 +19,7 @@ from dataplane.errors import CheckpointError
 from dataplane.models.gguf_file import GGUFFile
 from dataplane.models.shape import eos_ids, read_json
 from dataplane.request import RequestError
+from dataplane.tools import ToolStyle
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -58,6 +59,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def tool_style(self) -> ToolStyle:
+        """How the model writes calls to tools."""
+        return ToolStyle.UNTAUGHT if self._template is None else self._template.tool_style
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Ids of `text`, after the beginning-of-sequence token where the model wants one.
