@@ -5,27 +5,22 @@ from __future__ import annotations
 import pytest
 
 from dataplane.errors import IntegrityError
-from dataplane.memory.free_queue import Block, FreeQueue, NoFreeBlocksError
+from dataplane.memory.free_queue import Block, FreeQueue
 
 
 def ids(queue: FreeQueue) -> list[int]:
     return [block.block_id for block in queue]
 
 
-def test_k1_pop_remove_append_and_exhaustion() -> None:
-    blocks = [Block(index) for index in range(5)]
+def test_what_is_worth_nothing_is_taken_first() -> None:
+    blocks = [Block(index) for index in range(3)]
     queue = FreeQueue(blocks)
-    assert queue.popleft().block_id == 0
-    queue.remove(blocks[2])
-    assert blocks[1].behind is blocks[3]
-    assert blocks[3].before is blocks[1]
-    queue.append(blocks[2])
-    assert ids(queue) == [1, 3, 4, 2]
+    queue.remove(blocks[1])
+    queue.prepend(blocks[1])
+    assert ids(queue) == [1, 0, 2]
     queue.check_integrity()
-    assert [queue.popleft().block_id for _ in range(4)] == [1, 3, 4, 2]
-    assert len(queue) == 0
-    with pytest.raises(NoFreeBlocksError, match="No free blocks available"):
-        queue.popleft()
+    with pytest.raises(IntegrityError, match="already"):
+        queue.prepend(blocks[1])
 
 
 def test_a_block_is_linked_once() -> None:
