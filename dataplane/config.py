@@ -5,8 +5,10 @@ Layer: service. Torch-free. It reads a checkpoint's metadata to know the geometr
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +16,7 @@ from typing import Any, Self
 from dataplane.errors import ConfigError
 from dataplane.hardware.device import available_memory, cores
 from dataplane.models.shape import ModelShape
-from dataplane.scheduling.config import SchedulerConfig
+from dataplane.scheduling.config import Batching, Capacity, Preemption, QueueOrder, SchedulerConfig
 
 __all__ = ["CacheConfig", "ConfigError", "EngineConfig", "ModelConfig", "SchedulerConfig", "find_model"]
 
@@ -24,6 +26,12 @@ DEVICES = ("cpu",)
 KV_SHARE_OF_MEMORY = 0.25
 AUTO_MAX_BLOCKS = 2048
 MAX_SEQS_LIMIT = 4096
+CHOICES: dict[str, type[enum.StrEnum]] = {
+    "batching": Batching,
+    "capacity": Capacity,
+    "preemption": Preemption,
+    "order": QueueOrder,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +103,16 @@ class EngineConfig:
         )
         _require(0 <= scheduler.watermark < 1, f"watermark must be in [0, 1), got {scheduler.watermark}")
         _require(scheduler.max_waiting >= 1, f"max_waiting must be at least 1, got {scheduler.max_waiting}")
+        _require(scheduler.batch_size >= 0, f"batch_size must not be negative, got {scheduler.batch_size}")
+        _require(
+            scheduler.steps_in_flight in (1, 2), f"steps_in_flight must be 1 or 2, got {scheduler.steps_in_flight}"
+        )
+        for seconds in ("batch_window_s", "bucket_ageing_s"):
+            value = getattr(scheduler, seconds)
+            _require(0 <= value < math.inf, f"{seconds} must be finite and not negative, got {value}")
+        for speed in ("swap_bytes_per_s", "prefill_tokens_per_s"):
+            value = getattr(scheduler, speed)
+            _require(0 < value < math.inf, f"{speed} must be positive, got {value}")
         for charge in ("input_charge", "cached_charge", "output_charge"):
             value = getattr(scheduler, charge)
             _require(0 <= value < math.inf, f"{charge} must be finite and not negative, got {value}")
@@ -170,7 +188,7 @@ class EngineConfig:
                 host_blocks=host_blocks,
                 kv_events=kv_events,
             ),
-            scheduler=SchedulerConfig(**scheduler),
+            scheduler=SchedulerConfig(**{**scheduler, **_choices(scheduler)}),
             device="cpu" if device == "auto" else device,
             dtype="float32" if dtype == "auto" else dtype,
             threads=threads or cores(),
@@ -209,6 +227,17 @@ def _auto_blocks(shape: ModelShape, block_size: int, max_model_len: int | None) 
         f"{max(0, fitting)} KV blocks where {needed} are needed",
     )
     return max(needed, min(fitting, AUTO_MAX_BLOCKS))
+
+
+def _choices(options: Mapping[str, Any]) -> dict[str, enum.StrEnum]:
+    """Those of `options` that are a choice among names. Raises ConfigError for a name that is none of them."""
+    chosen: dict[str, enum.StrEnum] = {}
+    for option, kind in CHOICES.items():
+        if option in options:
+            names = ", ".join(kind)
+            _require(options[option] in list(kind), f"{option} must be one of {names}, got {options[option]!r}")
+            chosen[option] = kind(options[option])
+    return chosen
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -10,6 +10,7 @@ its epoch, so a message for a core that is gone raises instead of waiting for th
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -119,9 +120,9 @@ class CoreEndpoint:
         """Let `wait` also return when this file descriptor can be read (a signal's wake-up pipe)."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def wait(self) -> None:
-        """Sleep in the kernel until a message or a signal arrives."""
-        self._poller.poll()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep in the kernel until a message or a signal arrives, or `timeout_s` have passed."""
+        self._poller.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
 
     def send(self, message: CoreMessage) -> None:
         """Send one frame; waits while the front is behind by `TO_FRONT_HIGH_WATER` frames."""

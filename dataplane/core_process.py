@@ -91,6 +91,8 @@ class CoreLoop:
             self._report(outputs)
             if not (self._core.has_work() or self._draining):
                 self._link.wait()
+            elif pause_s := self._core.pause_s:
+                self._link.wait(pause_s)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         """Send this step's frame; statistics ride along at intervals and whenever the core falls idle."""

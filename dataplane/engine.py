@@ -1,7 +1,8 @@
-"""The engine core: schedule, execute, update; one call is one step.
+"""The engine core: schedule, execute, update; one call takes one step's result.
 
-Layer: service. Synchronous, without I/O or threads: the process that serves and the offline `LLM` both call it
-directly. It joins scheduler, executor and accounting, and holds no policy of its own.
+Layer: service. Synchronous and without I/O: the process that serves and the offline `LLM` both call it directly. It
+joins scheduler, executor and accounting, and holds no policy of its own. With two steps in flight the executor runs in
+a thread of its own, and the next step is planned and submitted before the result of this one is waited for.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from dataplane.config import EngineConfig
 from dataplane.errors import IntegrityError
@@ -27,12 +30,22 @@ from dataplane.protocol import (
     RequestOutput,
     RuntimeCounters,
 )
-from dataplane.request import Request, RequestError, validate_params
+from dataplane.request import Request, RequestError, validate_params, validate_samples
 from dataplane.runtime.model_runner import ModelRunner
-from dataplane.scheduling.plan import Plan, StepResult
+from dataplane.runtime.worker import StepThread
+from dataplane.scheduling.plan import Executor, Handle, Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
 
 __all__ = ["EngineCore", "IntegrityError"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A submitted step; `scheduled` seconds went into its plan."""
+
+    plan: Plan
+    handle: Handle
+    scheduled: float
 
 
 class EngineCore:
@@ -49,9 +62,17 @@ class EngineCore:
             prefix_caching=config.cache.prefix_caching,
             kv_format=config.dtype,
             events=config.cache.kv_events,
+            host_blocks=config.cache.host_blocks,
         )
         shape = config.model.shape
-        self._scheduler = Scheduler(config.scheduler, self._kv, eos_token_ids=shape.eos_token_ids)
+        self._scheduler = Scheduler(
+            config.scheduler, self._kv, eos_token_ids=shape.eos_token_ids, kv_bytes=shape.kv_bytes_per_token
+        )
+        self._executor: Executor = self._runner
+        if config.scheduler.steps_in_flight > 1:
+            self._executor = StepThread(self._runner)
+        self._in_flight: deque[_Step] = deque()
+        self._stalled = False
         self._runtime = RuntimeCounters(step_time=Histogram())
         self._seeds = random.Random(config.seed or None)  # noqa: S311 - sampling is no secret
         self._failed = False
@@ -82,6 +103,9 @@ class EngineCore:
         )
         if min(prompt) < 0 or max(prompt) >= model.shape.vocab:
             raise RequestError(f"prompt token ids must be between 0 and {model.shape.vocab - 1}", param="prompt")
+        if request.deadline_at is not None and not math.isfinite(request.deadline_at):
+            raise RequestError(f"deadline_at must be finite, got {request.deadline_at}", param="deadline_at")
+        validate_samples(1 + len(request.forks), self.config.scheduler.max_num_seqs)
         if not math.isfinite(request.fair_tag):
             raise RequestError(f"fair_tag must be finite, got {request.fair_tag}", param="fair_tag")
         if request.adapter:
@@ -96,21 +120,21 @@ class EngineCore:
     @property
     def room(self) -> int:
         """How many requests may still be queued."""
-        return self.config.scheduler.max_waiting - len(self._scheduler.waiting)
+        return self.config.scheduler.max_waiting - self._scheduler.queued
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests now and free their blocks; their last outputs. Unknown ids are ignored."""
         return self._scheduler.abort(request_ids, self._clock())
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
+        """Whether a request is unfinished or a step's result is to come."""
         return self._scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it produced. Without work it does nothing.
+        """Take one step's result, with the next one submitted if there may be two; what it produced.
 
-        A step that raises leaves blocks that are announced and not written: the core must not go on, and every
-        later step raises IntegrityError.
+        Without work it does nothing. A step that raises leaves blocks that are announced and not written: the core
+        must not go on, and every later step raises IntegrityError.
         """
         if self._failed:
             raise IntegrityError("an earlier step of this core failed; it cannot go on")
@@ -118,14 +142,42 @@ class EngineCore:
             return []
         self._failed = True
         started = self._clock()
-        plan = self._scheduler.plan(started)
-        planned = self._clock()
-        result = self._runner.submit(plan).result()
+        if not self._in_flight:
+            self._runtime.idle_s += started - self._step_ended
+        self._submit()
+        step = self._in_flight.popleft()
+        result = step.handle.result()
         executed = self._clock()
-        outputs = self._scheduler.commit(plan, result, executed)
-        self._count(plan, result, started, planned, executed)
+        outputs = self._scheduler.commit(step.plan, result, executed)
+        ended = self._step_ended = self._clock()
+        if step.plan.tokens:
+            self._count(step, result, ended - started, ended - executed)
         self._failed = False
         return outputs
+
+    @property
+    def pause_s(self) -> float:
+        """How long nothing can happen unless something arrives: seconds that a loop may sleep before the next step."""
+        moment = self._scheduler.wakes_at() if self._stalled and not self._in_flight else None
+        return 0.0 if moment is None else max(0.0, moment - self._clock())
+
+    def close(self) -> None:
+        """Finish the steps that were submitted and end the executor's thread."""
+        if isinstance(self._executor, StepThread):
+            self._executor.close()
+
+    def _submit(self) -> None:
+        """Plan and submit steps until as many as may be are in flight, or nobody can run."""
+        while len(self._in_flight) < self.config.scheduler.steps_in_flight:
+            started = self._clock()
+            plan = self._scheduler.plan(started)
+            scheduled = self._clock() - started
+            self._stalled = not plan.tokens
+            if self._stalled and self._in_flight and not plan.told:
+                return
+            self._in_flight.append(_Step(plan, self._executor.submit(plan), scheduled))
+            if self._stalled:
+                return
 
     def stats(self) -> CoreStats:
         """Counters since boot and gauges now; copies, which the caller may keep."""
@@ -133,6 +185,8 @@ class EngineCore:
         counters.scheduling.merge(self._scheduler.accounts.scheduling)
         counters.memory.merge(self._scheduler.accounts.memory)
         counters.memory.evictions = self._kv.pool.evictions
+        counters.memory.swapped_out, counters.memory.swapped_in = self._kv.swapped_out, self._kv.swapped_in
+        counters.memory.offloaded, counters.memory.copied = self._kv.offloaded, self._kv.copied
         counters.service.merge(self._scheduler.accounts.service)
         counters.runtime.merge(self._runtime)
         return CoreStats(counters=counters, gauges=self._gauges())
@@ -162,6 +216,9 @@ class EngineCore:
             blocks_free=len(pool.free),
             block_size=self.config.cache.block_size,
             kv_slots_empty=self._scheduler.empty_slots,
+            host_blocks_total=self._kv.host.size,
+            host_blocks_used=self._kv.host.used,
+            waiting_for_remote_kv=self._scheduler.waiting_for_remote_kv,
             ranks=[
                 RankMemory(
                     weights=weights,
@@ -174,19 +231,17 @@ class EngineCore:
             device=self.config.device,
         )
 
-    def _count(self, plan: Plan, result: StepResult, started: float, planned: float, executed: float) -> None:
-        runtime, seconds, shape = self._runtime, result.seconds, self.config.model.shape
-        ended = self._clock()
-        runtime.idle_s += started - self._step_ended
-        runtime.schedule_s += planned - started
+    def _count(self, step: _Step, result: StepResult, total: float, post: float) -> None:
+        """A step took `total` seconds of the loop. Of overlapped steps the parts may add up to more than that."""
+        runtime, seconds, plan, shape = self._runtime, result.seconds, step.plan, self.config.model.shape
+        runtime.schedule_s += step.scheduled
         runtime.prepare_s += seconds.prepare
         runtime.launch_s += seconds.launch
         runtime.forward_s += seconds.forward
         runtime.sync_s += seconds.sync
         runtime.sample_s += seconds.sample
-        runtime.post_s += ended - executed
+        runtime.post_s += post
         runtime.flops += shape.step_flops(plan.total_tokens, plan.pairs, len(plan.samples))
         runtime.bytes += shape.step_bytes(plan.context, len(plan.samples))
         assert runtime.step_time is not None
-        runtime.step_time.record(max(0.0, ended - started))
-        self._step_ended = ended
+        runtime.step_time.record(max(0.0, total))

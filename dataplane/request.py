@@ -220,6 +220,16 @@ def validate_params(
     _check_length(params, max_model_len, prompt_len)
 
 
+def validate_samples(samples: int, max_num_seqs: int) -> None:
+    """Refuse more samples of one prompt than may run at once: they start together. Raises RequestError."""
+    if samples > max_num_seqs:
+        raise RequestError(
+            f"{samples} samples of one prompt are asked for; this engine runs {max_num_seqs} requests at once",
+            "invalid_value",
+            "n",
+        )
+
+
 def _within(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     """`above` excludes the lower bound. NaN is outside every range."""
     if (low < value if above else low <= value) and value <= high:

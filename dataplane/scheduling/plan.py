@@ -89,6 +89,11 @@ class Plan:
     def total_tokens(self) -> int:
         return sum(self.tokens.values())
 
+    @property
+    def told(self) -> bool:
+        """Whether the executor must hear of this plan though nobody runs in it."""
+        return bool(self.dropped or self.scrub or self.transfers)
+
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:

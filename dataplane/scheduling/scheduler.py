@@ -16,7 +16,7 @@ from dataplane.errors import IntegrityError
 from dataplane.memory.manager import KVManager
 from dataplane.memory.tables import NO_MATCH, PrefixMatch
 from dataplane.protocol import RequestOutput, TokenLogprob
-from dataplane.request import FINISH_REASONS, Request, RequestError, RequestState
+from dataplane.request import FINISH_REASONS, Request, RequestError, RequestState, validate_samples
 from dataplane.scheduling.accounting import Accounting
 from dataplane.scheduling.batching import make_policy
 from dataplane.scheduling.capacity import Reserve, Room
@@ -87,13 +87,7 @@ class Scheduler:
                 raise RequestError(f"the request id {request_id} is in use", "duplicate_request_id", "request_id")
         if len({request.request_id, *request.forks}) <= len(request.forks):
             raise RequestError("a request and its forks need different ids", "duplicate_request_id", "request_id")
-        if request.seats > self.config.max_num_seqs:
-            raise RequestError(
-                f"{request.seats} samples of one prompt are asked for; this engine runs {self.config.max_num_seqs} "
-                "requests at once",
-                "invalid_value",
-                "n",
-            )
+        validate_samples(request.seats, self.config.max_num_seqs)
         self._room.check(request)
         if self.queued >= self.config.max_waiting:
             raise RequestError(f"{self.queued} requests are waiting already", "engine_overloaded")

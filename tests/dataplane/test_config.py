@@ -10,6 +10,7 @@ import pytest
 
 from dataplane import config
 from dataplane.config import ConfigError, EngineConfig, find_model
+from dataplane.scheduling.config import Batching, Capacity, Preemption
 from tests.factories.models import tiny_config, write_gguf, write_safetensors
 
 
@@ -57,6 +58,11 @@ def test_the_pool_follows_the_memory_that_is_there(folder: Path, monkeypatch: py
     [
         ({"max_model_len": 513}, "max_model_len must be between 2 and the model's context of 512"),
         ({"max_model_len": 1}, "max_model_len must be between 2"),
+        ({"batching": "cunning"}, "batching must be one of continuous, static, dynamic, selective, got 'cunning'"),
+        ({"batch_size": -1}, "batch_size must not be negative"),
+        ({"batch_window_s": float("inf")}, "batch_window_s must be finite"),
+        ({"swap_bytes_per_s": 0}, "swap_bytes_per_s must be positive"),
+        ({"steps_in_flight": 3}, "steps_in_flight must be 1 or 2, got 3"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),
         ({"host_blocks": -1}, "host_blocks must not be negative"),
         ({"max_logprobs": 129}, "max_logprobs must be between 0 and the vocabulary's 128"),
@@ -94,3 +100,10 @@ def test_models_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest
 def test_a_configuration_is_frozen(folder: Path) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig.resolve(folder).threads = 9  # type: ignore[misc]  # that is the point
+
+
+def test_a_mode_may_be_given_by_name(folder: Path) -> None:
+    scheduler = EngineConfig.resolve(folder, batching="static", capacity="reserve_max", preemption="auto").scheduler
+    assert scheduler.batching is Batching.STATIC
+    assert scheduler.capacity is Capacity.RESERVE_MAX
+    assert scheduler.preemption is Preemption.AUTO

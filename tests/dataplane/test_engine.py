@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from dataplane.engine import EngineCore
 from dataplane.errors import IntegrityError
 from dataplane.protocol import BlockStored, EngineRequest, FinishReason, RequestOutput, SamplingParams
 from dataplane.request import RequestError
+from dataplane.scheduling.plan import Plan, StepResult
 from tests.factories.models import tiny_config, write_safetensors
 
 
@@ -310,3 +312,115 @@ def test_a_core_whose_step_failed_does_not_go_on(folder: Path, monkeypatch: pyte
     monkeypatch.undo()
     with pytest.raises(IntegrityError, match="cannot go on"):
         core.step()
+
+
+def mixed_load(core: EngineCore) -> dict[str, list[int]]:
+    """Greedy and sampled requests, forks, stop ids and a long prompt, some of which end early; their tokens."""
+    core.add(wire("greedy", [5, 6, 7], max_tokens=30))
+    core.add(wire("sampled", [9] * 20, temperature=1.0, seed=42, max_tokens=25, frequency_penalty=0.3))
+    core.add(wire("stopped", [5, 6, 7], max_tokens=30, ignore_eos=False, stop_token_ids=tuple(range(0, 128, 9))))
+    core.add(wire("long", [3 + index % 100 for index in range(120)]))
+    core.add(msgspec.structs.replace(wire("forked", [11] * 21, temperature=1.0, seed=7), forks=("fork-1", "fork-2")))
+    outputs = drain(core)
+    assert core.stats().gauges.blocks_used == 0
+    return {name: [token for output in found for token in output.token_ids] for name, found in outputs.items()}
+
+
+def test_two_steps_in_flight_yield_the_same_tokens(folder: Path) -> None:
+    options = {"max_num_batched_tokens": 32, "max_model_len": 256}
+    core = make(folder, steps_in_flight=2, **options)
+    overlapped = mixed_load(core)
+    assert overlapped == mixed_load(make(folder, **options))
+    assert len(overlapped) == 7
+    # One step too many for the request that a stop id ended, and for nobody else: a limit is seen coming.
+    assert core.stats().counters.scheduling.wasted_tokens == 1
+    core.close()
+
+
+def test_the_next_step_is_submitted_before_the_first_result_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make(folder, steps_in_flight=2)
+    log: list[str] = []
+    submit = core._executor.submit
+
+    class Logged:
+        def __init__(self, plan: Plan) -> None:
+            log.append(f"submit {plan.step}")
+            self.step, self.handle = plan.step, submit(plan)
+
+        def result(self) -> StepResult:
+            log.append(f"take {self.step}")
+            return self.handle.result()
+
+    monkeypatch.setattr(core._executor, "submit", Logged)
+    core.add(wire("a", [5, 6, 7], max_tokens=3))
+    drain(core)
+    assert log == ["submit 1", "submit 2", "take 1", "submit 3", "take 2", "take 3"]
+    core.close()
+
+
+def test_an_abort_in_flight_gives_the_blocks_back_when_the_step_is_done(folder: Path) -> None:
+    core = make(folder, steps_in_flight=2)
+    core.add(wire("gone", list(range(3, 40)), max_tokens=50))
+    core.step()
+    (output,) = core.abort(["gone"])
+    assert output.finish is FinishReason.ABORT
+    assert core.stats().gauges.blocks_used == 3
+    core.add(wire("gone", list(range(3, 40))))
+    assert drain(core)["gone"][-1].finish is FinishReason.LENGTH
+    assert core.stats().gauges.blocks_used == 0
+    core.close()
+
+
+def test_a_core_whose_step_failed_in_its_thread_does_not_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make(folder, steps_in_flight=2)
+    core.add(wire("a", [5, 6, 7]))
+
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(core._runner, "submit", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        core.step()
+    with pytest.raises(IntegrityError, match="cannot go on"):
+        core.step()
+    core.close()
+
+
+def test_a_window_that_is_open_says_how_long_to_sleep(folder: Path) -> None:
+    now = 100.0
+    core = make(folder, clock=lambda: now, batching="dynamic", batch_size=2, batch_window_s=0.5)
+    assert core.pause_s == 0.0
+    core.add(wire("a", [5, 6, 7], max_tokens=1))
+    assert core.step() == []
+    assert core.pause_s == pytest.approx(0.5)
+    now = 100.2
+    assert core.pause_s == pytest.approx(0.3)
+    now = 100.5
+    assert core.pause_s == 0.0
+    assert [output.request_id for output in core.step()] == ["a"]
+
+
+def test_a_request_whose_deadline_passed_while_it_waited_ends_with_an_error(folder: Path) -> None:
+    now = 100.0
+    core = make(folder, clock=lambda: now, max_num_seqs=1)
+    core.add(wire("first", [5, 6, 7]))
+    core.add(msgspec.structs.replace(wire("late", [5, 6, 7]), arrived_at=7.0, deadline_at=9.0))
+    core.step()
+    now = 102.5
+    (late, first) = core.step()
+    assert (late.request_id, late.finish, late.token_ids) == ("late", FinishReason.ERROR, [])
+    assert late.error is not None
+    assert late.error.startswith("deadline_exceeded")
+    assert (first.request_id, first.finish) == ("first", None)
+
+
+def test_more_samples_than_may_run_at_once_are_refused(folder: Path) -> None:
+    core = make(folder, max_num_seqs=2)
+    with pytest.raises(RequestError) as refused:
+        core.validate(msgspec.structs.replace(wire("a", [5]), forks=("b", "c")))
+    assert refused.value.param == "n"
+    with pytest.raises(RequestError) as refused:
+        core.validate(msgspec.structs.replace(wire("a", [5]), deadline_at=float("nan")))
+    assert refused.value.param == "deadline_at"

@@ -42,6 +42,7 @@ class CountingEngine:
     """Gives every request one token a step until it has `max_tokens`; counts the steps. No model."""
 
     ready = CoreReady(boot_epoch=EPOCH, model="m", max_model_len=8, block_size=1, total_blocks=1)
+    pause_s = 0.0
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
