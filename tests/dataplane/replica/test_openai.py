@@ -36,6 +36,14 @@ def refused(raw: bytes, *, of: Any = parse_chat) -> ApiError:
     return error
 
 
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": "hi"}, "messages", "invalid_type"),
@@ -44,7 +52,21 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_parameter"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ({"messages": [{"role": 3, "content": "x"}]}, "messages[0].role", "invalid_value"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_parameter"),
+    ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id", "unsupported_parameter"),
+    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls", "invalid_type"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "missing_parameter"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "missing_parameter",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "invalid_value",
+    ),
     ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content", "invalid_type"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "invalid_type"),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]", "invalid_type"),
@@ -76,7 +98,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 129}, "n", "invalid_value"),
     ({"n": True}, "n", "invalid_type"),
     ({"n": "2"}, "n", "invalid_type"),
-    ({"n": 2}, "n", "unsupported_parameter"),
+    ({"n": 10**40}, "n", "invalid_value"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
     ({"stop": [""]}, "stop", "invalid_value"),
     ({"stop": "x" * 1000}, "stop", "invalid_value"),
@@ -92,13 +114,69 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str]] = [
         "stream_options.include_obfuscation",
         "unsupported_parameter",
     ),
-    ({"logprobs": True}, "logprobs", "unsupported_parameter"),
-    ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+    ({"logprobs": 3}, "logprobs", "invalid_type"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "invalid_value"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", "invalid_value"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": ["f"]}, "tools[0]", "invalid_type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x", "unknown_parameter"),
+    ({"tools": [tool("f", strict="yes")]}, "tools[0].function.strict", "invalid_type"),
+    ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters", "invalid_type"),
+    ({"tools": [tool("f"), tool("f")]}, "tools", "invalid_value"),
+    ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "invalid_value"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "invalid_value"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice.function", "invalid_type"),
+    ({"tools": [tool("f")], "response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    ({"response_format": "json"}, "response_format", "invalid_type"),
+    ({"response_format": {}}, "response_format.type", "missing_parameter"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x", "unknown_parameter"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_type"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "invalid_type",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_parameter",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "invalid_type"),
+    ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "invalid_type"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_type"),
+    ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice", "invalid_type"),
+    ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern", "unknown_parameter"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "invalid_value",
+    ),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "invalid_value"),
+    ({"logit_bias": [1]}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias[...]", "invalid_type"),
+    ({"logit_bias": {"5": 100.5}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"5": -101}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
+    ({"bad_words": "x"}, "bad_words", "invalid_type"),
+    ({"bad_words": [" "]}, "bad_words", "invalid_value"),
+    ({"bad_words": ["x"] * 65}, "bad_words", "invalid_value"),
+    ({"best_of": 2}, "best_of", "unknown_parameter"),
+    ({"echo": True}, "echo", "unknown_parameter"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
     ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
     ({"store": True}, "store", "unsupported_parameter"),
@@ -123,9 +201,17 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [True, False]}, "prompt", "invalid_type"),
     ({"prompt": {"text": "x"}}, "prompt", "invalid_type"),
     ({"prompt": ["x"] * 65}, "prompt", "invalid_value"),
-    ({"echo": True}, "echo", "unsupported_parameter"),
-    ({"best_of": 3}, "best_of", "unsupported_parameter"),
-    ({"logprobs": 0}, "logprobs", "unsupported_parameter"),
+    ({"echo": 1}, "echo", "invalid_type"),
+    ({"best_of": 0}, "best_of", "invalid_value"),
+    ({"best_of": 21}, "best_of", "invalid_value"),
+    ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
+    ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
+    ({"n": 129}, "n", "invalid_value"),
+    ({"logprobs": True}, "logprobs", "invalid_type"),
+    ({"logprobs": 6}, "logprobs", "invalid_value"),
+    ({"logprobs": -1}, "logprobs", "invalid_value"),
+    ({"tools": []}, "tools", "unknown_parameter"),
+    ({"top_logprobs": 1}, "top_logprobs", "unknown_parameter"),
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
     ({"max_completion_tokens": 3}, "max_completion_tokens", "unknown_parameter"),
     ({"messages": []}, "messages", "unknown_parameter"),
@@ -255,6 +341,92 @@ def test_stream_options() -> None:
     assert not parse_chat(chat(stream=True), MODEL).include_usage
 
 
+def test_choices_and_logprobs_of_a_chat_arrive() -> None:
+    call = parse_chat(chat(n=3, logprobs=True, top_logprobs=5, logit_bias={"7": -100, "8": 2.5}), MODEL)
+    assert (call.n, call.samples, call.shows_logprobs) == (3, 3, True)
+    assert call.params.logprobs == 5
+    assert call.params.logit_bias == {7: -100.0, 8: 2.5}
+    assert parse_chat(chat(logprobs=True), MODEL).params.logprobs == 0
+    assert parse_chat(chat(), MODEL).params.logprobs is None
+    asking = parse_chat(chat(prompt_logprobs=2), MODEL)
+    assert (asking.params.prompt_logprobs, asking.shows_prompt_logprobs) == (2, True)
+
+
+def test_best_of_asks_for_logprobs_to_choose_by_and_does_not_show_them() -> None:
+    call = parse_completion(completion(n=2, best_of=4), MODEL)
+    assert (call.n, call.samples, call.params.logprobs, call.shows_logprobs) == (2, 4, 0, False)
+    shown = parse_completion(completion(best_of=3, logprobs=2), MODEL)
+    assert (shown.samples, shown.params.logprobs, shown.shows_logprobs) == (3, 2, True)
+    same = parse_completion(completion(n=2, best_of=2, stream=True), MODEL)
+    assert (same.samples, same.params.logprobs) == (2, None)
+
+
+def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    call = parse_completion(completion(echo=True, logprobs=1), MODEL)
+    assert (call.echo, call.params.logprobs, call.params.prompt_logprobs) == (True, 1, 1)
+    assert not call.shows_prompt_logprobs
+    assert parse_completion(completion(echo=True), MODEL).params.prompt_logprobs is None
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json_object", ""),
+        ({"structured_outputs": {"regex": "[0-9]+", "json_object": False}}, "regex", "[0-9]+"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", 'root ::= "a"'),
+        ({"structured_outputs": {"choice": ["yes", "nö"]}}, "choice", '["yes", "nö"]'),
+    ],
+)
+def test_the_form_of_the_answer_becomes_a_grammar(fields: dict[str, Any], kind: str, text: str) -> None:
+    for call in (parse_chat(chat(**fields), MODEL), parse_completion(completion(**fields), MODEL)):
+        assert call.params.grammar is not None
+        assert (call.params.grammar.kind, call.params.grammar.text) == (kind, text)
+        assert call.grammar_param == next(iter(fields))
+
+
+def test_tools_arrive() -> None:
+    weather = tool("weather", description="The weather", parameters=SCHEMA, strict=True)
+    call = parse_chat(chat(tools=[weather, tool("clock")], parallel_tool_calls=False), MODEL)
+    assert [known.name for known in call.tools.tools] == ["weather", "clock"]
+    assert call.tools.tools[0].parameters == SCHEMA
+    assert call.tools.tools[0].strict
+    assert (call.tools.choice, call.tools.must, call.tools.parallel) == ("auto", False, False)
+    assert parse_chat(chat(tools=[weather], tool_choice="required"), MODEL).tools.must
+    chosen = parse_chat(chat(tools=[weather, tool("clock")], tool_choice=named("clock")), MODEL).tools
+    assert chosen.must
+    assert [offered.name for offered in chosen.offered()] == ["clock"]
+    assert parse_chat(chat(tools=[weather], tool_choice="none"), MODEL).tools.tools == ()
+
+
+def test_calls_and_results_of_tools_arrive_as_templates_take_them() -> None:
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
+    call = parse_chat(chat(messages=[USER, asked, {"role": "tool", "tool_call_id": "c", "content": "22"}]), MODEL)
+    expected = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    assert call.messages[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
+    assert call.messages[2] == {"role": "tool", "tool_call_id": "c", "content": "22"}
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -262,7 +434,8 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from(
     ["messages", "prompt", "max_tokens", "temperature", "seed", "stop", "top_k", "n", "stream", "stream_options",
-     "stop_token_ids", "min_tokens", "logprobs", "tools", "user"]
+     "stop_token_ids", "min_tokens", "logprobs", "tools", "user", "best_of", "echo", "top_logprobs", "logit_bias",
+     "bad_words", "tool_choice", "response_format", "structured_outputs", "prompt_logprobs"]
 )  # fmt: skip
 
 
