@@ -12,7 +12,7 @@ its KV before any of its queries reads. So a request that was given room for a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dataplane.errors import IntegrityError
 from dataplane.memory.block_pool import BlockPool
@@ -23,7 +23,7 @@ from dataplane.memory.host_pool import HostBlock, HostPool
 from dataplane.memory.moves import MoveLog
 from dataplane.memory.prefix_cache import extend_chain, root_hash
 from dataplane.memory.swap import SwapSpace
-from dataplane.memory.tables import NO_MATCH, PrefixMatch, Table
+from dataplane.memory.tables import NO_MATCH, PrefixMatch, Table, empty_slots
 from dataplane.protocol import AllBlocksCleared, BlockRemoved, BlockStored
 from dataplane.request import Request
 from dataplane.scheduling.plan import Transfers
@@ -66,13 +66,7 @@ class KVManager:
     @property
     def empty_slots(self) -> int:
         """Slots of held blocks that no token will fill in this step: internal waste; a shared block counts once."""
-        empty: dict[int, int] = {}
-        size = self.block_size
-        for table in self._tables.values():
-            for index in range(table.tokens // size, len(table.blocks)):
-                block_id, filled = table.blocks[index].block_id, max(0, table.tokens - index * size)
-                empty[block_id] = min(empty.get(block_id, size), size - filled)
-        return sum(empty.values())
+        return empty_slots(self._tables.values(), self.block_size)
 
     @property
     def useful_share(self) -> float | None:
@@ -121,22 +115,23 @@ class KVManager:
         *,
         keep_free: int = 0,
         reserve: int = 0,
-        cache: bool = True,
     ) -> list[int] | None:
         """Room for `tokens` more tokens of `request`, after the cached blocks of `match` on its first allocation.
 
         Returns the ids of the blocks appended to the table (hits included), or None, with nothing changed, if
         they do not fit or would leave fewer than `keep_free` blocks free. The table gets room for `reserve` tokens in
-        all, if that is more. `cache` False leaves full blocks unnamed until the next allocation: their contents come
-        later than this step.
+        all, if that is more; what fills those later is named by the allocation that counts it as computed.
 
             | device hits (shared) | host hits (copied in) | new (owned) … | free slots of the last block | reserve |
             |←───────────── computed ─────────────────────→|←─ tokens ────→|
         """
         table = self._tables.get(request.request_id)
         if table is None:
-            return self._begin(request, tokens, match, keep_free, reserve, cache=cache)
+            return self._begin(request, tokens, match, keep_free, reserve)
         size, known = self.block_size, request.computed + tokens
+        if known < table.quiet and reserve <= len(table.blocks) * size:
+            table.tokens = known
+            return []
         fresh = max(0, -(-max(known, reserve) // size) - len(table.blocks))
         copies = tokens > 0 and table.forked and self._shares(table, request.computed)
         if (fresh or copies) and fresh + copies + keep_free > self.free_blocks:
@@ -147,8 +142,10 @@ class KVManager:
         table.tokens = known
         taken = self.pool.take(fresh) if fresh else []
         table.blocks.extend(taken)
-        if cache and known >= (table.hashed + 1) * size:
-            self._cache_full(request, table)
+        self._cache_full(request, table)
+        unnamed = self.prefix_caching and known >= (table.hashed + 1) * size
+        edge = min((known // size + 1) * size, len(table.blocks) * size + 1)
+        table.quiet = 0 if table.forked or unnamed else edge
         return [block.block_id for block in taken]
 
     def take_replaced(self, request_id: str) -> tuple[int, int] | None:
@@ -170,7 +167,7 @@ class KVManager:
         shared = table.blocks[:count]
         self.pool.touch(shared)
         partial = count > full
-        table.forked = table.forked or partial
+        table.forked, table.quiet = table.forked or partial, 0
         self._tables[child.request_id] = Table(shared, min(table.hashed, full), length, forked=partial)
 
     def free(self, request: Request) -> None:
@@ -258,20 +255,9 @@ class KVManager:
         """Raises IntegrityError unless tables and pools agree."""
         self.pool.check_integrity()
         self.host.check_integrity()
-        held = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
-        held.update(self._moves.sources.keys())
-        for block in self.pool.blocks[1:]:
-            if block.refs != held[block.block_id]:
-                raise IntegrityError(
-                    f"block {block.block_id} counts {block.refs} holders, tables {held[block.block_id]}"
-                )
-        held = Counter(block.block_id for block in (*self._swap.held(), *self._moves.host_sources))
-        for block in self.host.blocks:
-            if block.refs != held[block.block_id]:
-                raise IntegrityError(
-                    f"host block {block.block_id} counts {block.refs} holders, requests and moves "
-                    f"{held[block.block_id]}"
-                )
+        tables = [block for table in self._tables.values() for block in table.blocks]
+        _check_holders("block", self.pool.blocks[1:], [*tables, *self._moves.sources.values()])
+        _check_holders("host block", self.host.blocks, [*self._swap.held(), *self._moves.host_sources])
         both = [request_id for request_id in self._tables if self.is_swapped(request_id)]
         if both:
             raise IntegrityError(f"request {both[0]} holds blocks and is swapped out")
@@ -279,7 +265,7 @@ class KVManager:
     # ------------------------------------------------------------------------------------------------------ internals
 
     def _begin(
-        self, request: Request, tokens: int, match: PrefixMatch, keep_free: int, reserve: int, *, cache: bool
+        self, request: Request, tokens: int, match: PrefixMatch, keep_free: int, reserve: int
     ) -> list[int] | None:
         """A request's first allocation."""
         table = self._new_table(match.device, match.host, match.tokens + tokens, keep_free, reserve)
@@ -288,8 +274,7 @@ class KVManager:
         self._tables[request.request_id] = table
         if self.prefix_caching and request.read_cache and not request.preemptions:
             self.recent_hits.observe(1, request.wanted, match.tokens)
-        if cache:
-            self._cache_full(request, table)
+        self._cache_full(request, table)
         return [block.block_id for block in table.blocks]
 
     def _new_table(
@@ -362,3 +347,13 @@ class KVManager:
             request.tokens[start * size : full * size],
         )
         table.hashed = full
+
+
+def _check_holders(name: str, blocks: Sequence[Block], held: Iterable[Block]) -> None:
+    """Raises IntegrityError unless each block counts as many holders as it has in `held`."""
+    holders = Counter(block.block_id for block in held)
+    for block in blocks:
+        if block.refs != holders[block.block_id]:
+            raise IntegrityError(
+                f"{name} {block.block_id} counts {block.refs} holders, it has {holders[block.block_id]}"
+            )

@@ -5,7 +5,7 @@ Layer: state and memory. Pure, torch-free. Data of the manager's, which alone ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dataplane.memory.free_queue import Block
@@ -38,10 +38,22 @@ class Table:
     """One request's blocks, in order of position; the first `hashed` of them are in the prefix index.
 
     `tokens` positions hold KV once the step being planned has run; `forked` says that the block of the next position
-    may be shared.
+    may be shared. Fewer than `quiet` tokens change nothing but `tokens`: they have their block, which is not shared,
+    and fill none.
     """
 
     blocks: list[Block]
     hashed: int = 0
     tokens: int = 0
     forked: bool = False
+    quiet: int = 0
+
+
+def empty_slots(tables: Iterable[Table], size: int) -> int:
+    """Slots in the tables' blocks of `size` slots that hold no token; a block of several tables counts once."""
+    empty: dict[int, int] = {}
+    for table in tables:
+        for index in range(table.tokens // size, len(table.blocks)):
+            block_id, filled = table.blocks[index].block_id, max(0, table.tokens - index * size)
+            empty[block_id] = min(empty.get(block_id, size), size - filled)
+    return sum(empty.values())

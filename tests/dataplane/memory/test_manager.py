@@ -140,10 +140,10 @@ def test_tokens_not_known_yet_name_no_block() -> None:
     assert manager.match(make_request("1", [0, 1, 2, 7, 9])).tokens == 4
 
 
-def test_blocks_whose_contents_come_later_are_not_found_before_the_next_allocation() -> None:
+def test_what_is_loaded_into_reserved_blocks_is_not_found_before_it_counts_as_computed() -> None:
     manager = KVManager(11, 4)
     request = make_request("0", range(9))
-    assert manager.allocate(request, 8, cache=False) == [1, 2]
+    assert manager.allocate(request, 0, reserve=8) == [1, 2]
     assert manager.match(make_request("1", range(9))).tokens == 0
     request.computed = 8
     assert manager.allocate(request, 1) == [3]
