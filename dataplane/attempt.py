@@ -7,7 +7,8 @@ by the tokens the request asked for, so a slow client delays nobody. No HTTP and
 An attempt that got at least one sequence into the core makes exactly one usage record, when its last sequence
 has ended, whatever the end. What it counts:
 - output tokens: those the engine produced; behind a stop string only those up to it, as the client is told
-- prompt tokens: of sequences that were scheduled; a sequence dropped from the queue cost nothing
+- prompt tokens: of sequences that were scheduled; a sequence dropped from the queue cost nothing. Further samples
+  of a prompt have none: it is computed once
 - basis `engine` when the core itself ended every sequence, `counted` when the core died and the front's own
   count of what came out is all there is
 """
@@ -20,12 +21,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dataplane.caller import Caller
+from dataplane.logprob_trail import LogprobTrail, Placed
 from dataplane.protocol import (
     FinishReason,
     Histogram,
     RequestOutput,
     ServiceCounters,
     Timing,
+    TokenLogprob,
     UsageBasis,
     UsageRecord,
 )
@@ -40,6 +43,9 @@ class Detokenizer(Protocol):
 
     @property
     def stopped(self) -> str | None: ...
+
+    @property
+    def position(self) -> int: ...
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -73,9 +79,22 @@ class Host(Protocol):
 class Choice:
     """One sequence of an attempt."""
 
-    def __init__(self, attempt: Attempt, index: int, request_id: str, prompt_tokens: int, text: Detokenizer) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        index: int,
+        request_id: str,
+        prompt: Sequence[int],
+        text: Detokenizer,
+        *,
+        source: Choice | None = None,
+        logprobs: bool = False,
+    ) -> None:
+        """`source` is the first sample of the same prompt, for those after it. `logprobs`: they were asked for."""
         self._attempt = attempt
         self._text = text
+        self._given = 0
+        self._trail = LogprobTrail() if logprobs else None
         self._unread: list[str] = []
         self._came = False
         self._first_at: float | None = None
@@ -83,7 +102,11 @@ class Choice:
         self._timing: Timing | None = None
         self.index = index
         self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
+        self.prompt = prompt
+        self.source = source or self
+        self.prompt_tokens = len(prompt) if source is None else 0
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        """Of the first sample alone, once its first output has come."""
         self.cached_tokens = 0
         self.output_tokens = 0
         self.kv_block_seconds = 0.0
@@ -117,10 +140,21 @@ class Choice:
         self._came = False
         return text
 
+    def read_logprobs(self) -> list[Placed]:
+        """Take the log-probabilities that belong to the text read so far."""
+        return [] if self._trail is None else self._trail.read()
+
+    @property
+    def total_logprob(self) -> float:
+        """The log-probability of everything that was generated."""
+        return 0.0 if self._trail is None else self._trail.total
+
     def take(self, output: RequestOutput) -> None:
         """An output from the core. Never raises: a defect in the text path ends this sequence alone."""
         host = self._attempt.host
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if self.source is self:
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         try:
             if self.finish is None:
                 if output.token_ids:
@@ -153,13 +187,26 @@ class Choice:
     def _append(self, output: RequestOutput) -> None:
         # A token that ended the request by its id has no text.
         shown = output.token_ids[:-1] if output.finish is FinishReason.STOP else output.token_ids
-        text = self._text.push(shown)
+        text = self._text.push(shown) if self._trail is None else self._pushed(self._trail, shown, output.logprobs)
         if output.finish is not None:
             text += self._text.flush()
-        if self._text.stopped is not None:
+        stopped = self._text.stopped is not None
+        if stopped:
             self.finish = FinishReason.STOP
         if text:
             self._unread.append(text)
+        self._given += len(text)
+        if self._trail is not None:
+            self._trail.release(self._given if stopped or output.finish is None else None)
+
+    def _pushed(self, trail: LogprobTrail, tokens: Sequence[int], entries: Sequence[TokenLogprob]) -> str:
+        """One token at a time, to know where in the text each begins."""
+        trail.count(entries)
+        text = ""
+        for token, entry in zip(tokens, entries[: len(tokens)], strict=True):
+            trail.add(entry, self._text.position)
+            text += self._text.push([token])
+        return text
 
     def _end(self, output: RequestOutput, host: Host) -> None:
         self.ended = True

@@ -163,8 +163,9 @@ class CoreClient:
         """Process id of the running core."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
-    def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Give one sequence to the core; `sink` gets every output, the last one with `finish` set.
+    def submit(self, request: EngineRequest, sink: Sink, *fork_sinks: Sink) -> None:
+        """Give one sequence to the core; `sink` gets every output, the last one with `finish` set. `fork_sinks` are
+        those of the request's forks, in order.
 
         Raises CoreUnavailableError when the core is not ready or has fallen behind.
         """
@@ -177,6 +178,7 @@ class CoreClient:
         except CoreUnreachableError:
             raise CoreUnavailableError("the engine core is not connected", self.retry_after_s()) from None
         self._sinks[request.request_id] = sink
+        self._sinks.update(zip(request.forks, fork_sinks, strict=True))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Free these sequences in the core at once; each still gets its last output. Unknown ids are ignored."""

@@ -30,6 +30,7 @@ from dataplane.protocol import (
     AddRequest,
     CoreFault,
     CoreStats,
+    EngineRequest,
     FinishReason,
     FrontMessage,
     RequestOutput,
@@ -116,11 +117,11 @@ class CoreLoop:
         match message:
             case AddRequest(request=request):
                 if self._draining:
-                    return [_refused(request.request_id, "the engine core is shutting down")]
+                    return _refused(request, "the engine core is shutting down")
                 try:
                     self._core.add(request)
                 except RequestError as error:
-                    return [_refused(request.request_id, error.message)]
+                    return _refused(request, error.message)
                 return []
             case AbortRequests(request_ids=request_ids):
                 return self._core.abort(request_ids)
@@ -130,8 +131,12 @@ class CoreLoop:
                 return []
 
 
-def _refused(request_id: str, message: str) -> RequestOutput:
-    return RequestOutput(request_id=request_id, finish=FinishReason.ERROR, error=message)
+def _refused(request: EngineRequest, message: str) -> list[RequestOutput]:
+    """The end of a request and of the forks it would have had."""
+    return [
+        RequestOutput(request_id=request_id, finish=FinishReason.ERROR, error=message)
+        for request_id in (request.request_id, *request.forks)
+    ]
 
 
 class _Signals:

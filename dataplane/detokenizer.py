@@ -21,6 +21,8 @@ class IncrementalDetokenizer:
         self._stop = StopScanner(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.trims_first_space
+        self.position = 0
+        """Characters that the tokens so far make certain, before any stop string is looked for."""
 
     @property
     def stopped(self) -> str | None:
@@ -33,7 +35,9 @@ class IncrementalDetokenizer:
         if raw and self._at_start:
             self._at_start = False
             raw = raw.removeprefix(b" ")
-        return self._stop.push(self._decoder.decode(raw))
+        text = self._decoder.decode(raw)
+        self.position += len(text)
+        return self._stop.push(text)
 
     def flush(self) -> str:
         """What was held back, at the end of the request; bytes that complete no character become U+FFFD."""

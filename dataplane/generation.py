@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from dataplane.answer import ChoiceWriter
 from dataplane.api_error import ApiError, unavailable
 from dataplane.attempt import Attempt, Choice
 from dataplane.caller import Caller
@@ -99,13 +100,21 @@ class GenerationEndpoint:
         exchange.watch(on_gone)
         try:
             if call.stream:
-                await _Stream(exchange, attempt, responder, headers).run(with_usage=call.include_usage)
+                writers = self._writers(call, attempt.choices, responder)
+                await _Stream(exchange, attempt, responder, headers, writers).run(with_usage=call.include_usage)
             else:
-                await _answer_whole(exchange, attempt, responder, headers)
+                await _finished(exchange, attempt)
+                writers = self._writers(call, _chosen(call, attempt), responder)
+                body = responder.whole([writer.answer() for writer in writers], _usage(attempt))
+                await exchange.answer(200, [*headers, JSON], body)
         except _FailedError as error:
             raise self._shaped(error.choice) from None
         finally:
             attempt.cancel()
+
+    def _writers(self, call: Call, choices: list[Choice], responder: Responder) -> list[ChoiceWriter]:
+        tokenizer = self._replica.tokenizer
+        return [ChoiceWriter(call, choice, responder, tokenizer, index) for index, choice in enumerate(choices)]
 
     def _shaped(self, choice: Choice) -> ApiError:
         """A sequence that ended without an answer, as the client sees it."""
@@ -132,13 +141,23 @@ async def _next(exchange: Exchange, attempt: Attempt) -> None:
         raise ClientGoneError
 
 
-async def _answer_whole(exchange: Exchange, attempt: Attempt, responder: Responder, headers: Headers) -> None:
+async def _finished(exchange: Exchange, attempt: Attempt) -> None:
+    """Wait for all text there will be."""
     while not attempt.finished:
         await _next(exchange, attempt)
         if attempt.failure is not None:
             raise _FailedError(attempt.failure)
-    choices = [(choice.read() or "", str(choice.finish)) for choice in attempt.choices]
-    await exchange.answer(200, [*headers, JSON], responder.whole(choices, _usage(attempt)))
+
+
+def _chosen(call: Call, attempt: Attempt) -> list[Choice]:
+    """The choices to be answered: of each prompt's samples the `n` that are likeliest as a whole, the best first."""
+    if call.samples == call.n:
+        return attempt.choices
+    chosen: list[Choice] = []
+    for start in range(0, len(attempt.choices), call.samples):
+        samples = attempt.choices[start : start + call.samples]
+        chosen += sorted(samples, key=lambda choice: choice.total_logprob, reverse=True)[: call.n]
+    return chosen
 
 
 @dataclass(slots=True)
@@ -149,17 +168,16 @@ class _Stream:
     attempt: Attempt
     responder: Responder
     headers: Headers
-    opened: set[int] = field(default_factory=set)
-    closed: set[int] = field(default_factory=set)
+    writers: list[ChoiceWriter]
 
     async def run(self, *, with_usage: bool) -> None:
         events = b""
-        while len(self.closed) < len(self.attempt.choices):
+        while not all(writer.closed for writer in self.writers):
             if events:
                 await self._send(events)
             await _next(self.exchange, self.attempt)
             # Whatever came while the last piece was being taken goes out as one piece.
-            events = b"".join(self._events(choice) for choice in self.attempt.choices)
+            events = b"".join(writer.events() for writer in self.writers)
             if self.attempt.failure is not None:
                 if events and self.exchange.started:
                     await self._send(events)
@@ -171,24 +189,6 @@ class _Stream:
         if not self.exchange.started:
             await self.exchange.start(200, [*self.headers, EVENT_STREAM, ("cache-control", "no-cache")])
         await self.exchange.write(events, last=last)
-
-    def _events(self, choice: Choice) -> bytes:
-        """What is new of one choice."""
-        answered = choice.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        if choice.index in self.closed or not (choice.started or answered):
-            return b""
-        events = b""
-        if choice.index not in self.opened:
-            self.opened.add(choice.index)
-            events += self.responder.opening(choice.index)
-        text = choice.read()
-        # A token that shows nothing yet is an empty piece: whoever measures at the other end sees that it came.
-        if text or (text is not None and not answered):
-            events += self.responder.text(choice.index, text)
-        if answered:
-            self.closed.add(choice.index)
-            events += self.responder.closing(choice.index, str(choice.finish))
-        return events
 
 
 def _usage(attempt: Attempt) -> dict[str, Any]:

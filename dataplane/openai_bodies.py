@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dataplane.api_error import ApiError
+from dataplane.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -37,6 +38,16 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One whole choice."""
+
+    text: str
+    finish: str
+    logprobs: dict[str, Any] | None = None
+    calls: list[dict[str, Any]] = []
+    prompt_logprobs: list[Any] | None = None
+
+
 class Responder:
     """Builds the bodies of one request.
 
@@ -44,6 +55,7 @@ class Responder:
     """
 
     def __init__(self, *, response_id: str, model: str, created: int, chat: bool, show_null_usage: bool) -> None:
+        self._id = response_id
         self._chat = chat
         kind = "chat.completion" if chat else "text_completion"
         self._whole = {"id": response_id, "object": kind, "created": created, "model": model}
@@ -54,9 +66,13 @@ class Responder:
         """The first event of a choice, which tells the role; empty for completions, which have none."""
         return self._choice(index, {"role": "assistant", "content": ""}, None) if self._chat else b""
 
-    def text(self, index: int, text: str) -> bytes:
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
         """An event with new text of a choice."""
-        return self._choice(index, {"content": text} if self._chat else text, None)
+        return self._choice(index, {"content": text} if self._chat else text, None, logprobs)
+
+    def call(self, index: int, number: int, call: ToolCall) -> bytes:
+        """An event with a choice's call to a tool, the `number`-th."""
+        return self._choice(index, {"tool_calls": [{"index": number, **self.called(index, number, call)}]}, None)
 
     def closing(self, index: int, finish: str) -> bytes:
         """The last event of a choice."""
@@ -66,30 +82,44 @@ class Responder:
         """The usage event: no choices."""
         return event(_json({**self._chunk, "choices": [], "usage": figures}))
 
-    def whole(self, choices: list[tuple[str, str]], figures: dict[str, Any]) -> bytes:
-        """The body of a request that is not streamed; `choices` are (text, finish reason) in order."""
-        return _json(
-            {
-                **self._whole,
-                "choices": [self._whole_choice(index, text, finish) for index, (text, finish) in enumerate(choices)],
-                "usage": figures,
-            }
-        )
+    def whole(self, answers: list[Answer], figures: dict[str, Any]) -> bytes:
+        """The body of a request that is not streamed; `answers` in the order of their choices."""
+        body = {
+            **self._whole,
+            "choices": [self._whole_choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": figures,
+        }
+        if self._chat and answers[0].prompt_logprobs is not None:
+            # A chat has one prompt, and vLLM tells of it beside the choices.
+            body["prompt_logprobs"] = answers[0].prompt_logprobs
+        return _json(body)
 
-    def _choice(self, index: int, content: dict[str, str] | str, finish: str | None) -> bytes:
+    def called(self, index: int, number: int, call: ToolCall) -> dict[str, Any]:
+        """A call as OpenAI writes it."""
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self._id}-{index}-{number}", "type": "function", "function": function}
+
+    def _choice(
+        self, index: int, content: dict[str, Any] | str, finish: str | None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
         choice = {
             "index": index,
             "delta" if self._chat else "text": content,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": finish,
         }
         return event(_json({**self._chunk, "choices": [choice], **self._null_usage}))
 
-    def _whole_choice(self, index: int, text: str, finish: str) -> dict[str, Any]:
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
-        )
-        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+    def _whole_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "logprobs": answer.logprobs, "finish_reason": answer.finish}
+        if not self._chat:
+            shown = {} if answer.prompt_logprobs is None else {"prompt_logprobs": answer.prompt_logprobs}
+            return {**choice, "text": answer.text, **shown}
+        content = answer.text if answer.text or not answer.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            message["tool_calls"] = answer.calls
+        return {**choice, "message": message}
 
 
 def model_body(model: str, created: int, max_model_len: int | None) -> dict[str, Any]:

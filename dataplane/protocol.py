@@ -208,6 +208,8 @@ class CoreReady(Message, tag="ready", frozen=True, kw_only=True):
     attention_backend: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    max_num_seqs: int = 0
+    """The most sequences that run at once, and so the most samples of one prompt; 0 does not tell."""
 
 
 class StepOutput(Message, tag="step", frozen=True, kw_only=True):

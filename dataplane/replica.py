@@ -1,6 +1,6 @@
 """A replica: one engine core, what it serves, and what it tells of itself.
 
-Layer: service. Joins the core client, the tokenizer, the windows and the usage journal; takes calls and gives
+Layer: service. Joins the core client, the intake, the windows and the usage journal; takes calls and gives
 back attempts. It speaks neither HTTP nor to the control plane: `server` and `reporter` do.
 """
 
@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dataplane.api_error import ApiError, invalid, unavailable
+from dataplane.api_error import ApiError, unavailable
 from dataplane.attempt import Attempt, Choice
 from dataplane.caller import Caller
 from dataplane.core_client import CoreClient, CoreUnavailableError
 from dataplane.detokenizer import IncrementalDetokenizer
-from dataplane.openai import Call, ChatCall, CompletionCall
+from dataplane.grammar_check import GrammarChecker
+from dataplane.intake import Intake, Prepared
+from dataplane.openai import Call
 from dataplane.protocol import (
     CoreReady,
     CoreStats,
@@ -26,11 +28,9 @@ from dataplane.protocol import (
     EngineRequest,
     Gauges,
     ReplicaState,
-    SamplingParams,
     ServiceCounters,
 )
 from dataplane.replica_config import ReplicaConfig
-from dataplane.request import RequestError, validate_params
 from dataplane.tokenizer import Tokenizer
 from dataplane.usage import UsageJournal
 from dataplane.windows import WindowBook
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 ABORT_S = 1.0
 """How long a stopping replica waits for the core's last word on aborted requests."""
-INLINE_CHARACTERS = 8192
-"""Longer prompts are tokenised in a thread, so that the event loop goes on serving."""
 
 
 class Replica:
@@ -75,7 +73,9 @@ class Replica:
             restart=config.restart,
             folder=config.folder / "ipc",
         )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self._grammars = GrammarChecker(config.model_path)
+        self._intake = Intake(tokenizer, self._grammars, max_sequences=config.max_sequences)
         self._draining = ""
         self._stats_epoch = 0
         self._stats = Counters()
@@ -121,6 +121,7 @@ class Replica:
             attempt.cancel()
         await _first_of(ABORT_S, self._idle)
         await self.core.stop()
+        await self._grammars.stop()
         if self._journal_task is not None:
             self._journal_task.cancel()
             await asyncio.gather(self._journal_task, return_exceptions=True)
@@ -131,14 +132,11 @@ class Replica:
     async def begin(self, call: Call, caller: Caller, accepted: float) -> Attempt:
         """Tokenise, check and give the call to the core. Raises ApiError; nothing is left behind then."""
         self.check_open()
-        prompts = await self._encode(call, self._ready().max_model_len)
+        prepared = await self._intake.prepare(call, self._ready())
         self.check_open()
-        ready = self._ready()
-        for prompt in prompts:
-            self._validate(call, prompt, ready)
-        if self.core.in_flight + len(prompts) > self.config.max_sequences:
+        if self.core.in_flight + prepared.sequences > self.config.max_sequences:
             raise unavailable("the replica has too many requests in flight", code="overloaded", retry_after_s=1.0)
-        return self._submit(call, caller, accepted, prompts)
+        return self._submit(call, caller, accepted, prepared)
 
     def check_open(self) -> None:
         """Raises ApiError 503 unless new requests are taken now."""
@@ -159,78 +157,57 @@ class Replica:
         config = self.config
         self.journal.add(attempt.usage_record(pool=config.pool, replica=config.replica, boot_epoch=self.boot_epoch))
 
-    def _submit(self, call: Call, caller: Caller, accepted: float, prompts: list[list[int]]) -> Attempt:
+    def _submit(self, call: Call, caller: Caller, accepted: float, prepared: Prepared) -> Attempt:
         attempt = Attempt(caller, self, accepted=accepted, model=self.config.served_model)
-        now = self.monotonic()
-        for index, prompt in enumerate(prompts):
-            self._sequence += 1
-            request_id = f"{caller.attempt_id}-{self._sequence}"
-            text = IncrementalDetokenizer(self._tokenizer, call.params.stop)
-            choice = Choice(attempt, index, request_id, len(prompt), text)
+        for prompt in prepared.prompts:
+            choices = self._choices(attempt, prompt, prepared)
+            first = choices[0]
             request = EngineRequest(
-                request_id=request_id,
+                request_id=first.request_id,
                 prompt_token_ids=prompt,
-                params=call.params,
-                arrived_at=now,
+                params=prepared.params,
+                arrived_at=self.monotonic(),
                 tenant=caller.tenant,
                 priority=caller.priority,
                 fair_tag=caller.fair_tag,
                 cache_salt=caller.salt,
+                forks=tuple(choice.request_id for choice in choices[1:]),
+                # Log-probabilities of a prompt come from computing it; the cache holds none.
+                read_cache=prepared.params.prompt_logprobs is None,
             )
             try:
-                self.core.submit(request, choice.take)
+                self.core.submit(request, *(choice.take for choice in choices))
             except CoreUnavailableError as error:
                 attempt.cancel()
                 raise unavailable(error.reason, code="engine_unavailable", retry_after_s=error.retry_after_s) from None
-            attempt.choices.append(choice)
+            attempt.choices += choices
             self._running.add(attempt)
             self._idle.clear()
-        service = self.service()
-        service.received += len(prompts)
+        self.service().received += prepared.sequences
         return attempt
 
-    async def _encode(self, call: Call, limit: int) -> list[list[int]]:
-        if isinstance(call, ChatCall):
-            size = sum(len(message["content"]) + 16 for message in call.messages)
-        elif isinstance(call, CompletionCall):
-            size = sum(len(prompt) for prompt in call.prompts)
-        try:
-            if size <= INLINE_CHARACTERS:
-                return self._tokenise(call, limit)
-            return await asyncio.to_thread(self._tokenise, call, limit)
-        except RequestError as error:
-            param = "messages" if isinstance(call, ChatCall) and error.param == "prompt" else error.param
-            raise ApiError(400, error.message, code=error.code, param=param) from None
-
-    def _tokenise(self, call: Call, limit: int) -> list[list[int]]:
-        if isinstance(call, ChatCall):
-            return [self._tokenizer.apply_chat_template(call.messages, add_generation_prompt=True, limit=limit)]
-        assert isinstance(call, CompletionCall)
-        return [
-            self._tokenizer.encode(prompt, limit=limit) if isinstance(prompt, str) else prompt
-            for prompt in call.prompts
-        ]
+    def _choices(self, attempt: Attempt, prompt: list[int], prepared: Prepared) -> list[Choice]:
+        """One for each sample of `prompt`."""
+        choices: list[Choice] = []
+        for _ in range(prepared.samples):
+            self._sequence += 1
+            choices.append(
+                Choice(
+                    attempt,
+                    len(attempt.choices) + len(choices),
+                    f"{attempt.caller.attempt_id}-{self._sequence}",
+                    prompt,
+                    IncrementalDetokenizer(self.tokenizer, prepared.params.stop),
+                    source=choices[0] if choices else None,
+                    logprobs=prepared.params.logprobs is not None,
+                )
+            )
+        return choices
 
     def _ready(self) -> CoreReady:
         if self.core.ready is None:
             raise self._unavailable()
         return self.core.ready
-
-    def _validate(self, call: Call, prompt: list[int], ready: CoreReady) -> None:
-        chat = isinstance(call, ChatCall)
-        vocabulary = self._tokenizer.vocab_size
-        if not chat and any(not 0 <= token < vocabulary for token in prompt):
-            raise invalid(f"prompt holds a token id outside 0 to {vocabulary - 1}", "prompt")
-        params: SamplingParams = call.params
-        try:
-            validate_params(params, vocab_size=vocabulary, max_model_len=ready.max_model_len, prompt_len=len(prompt))
-        except RequestError as error:
-            param = (
-                {"prompt": "messages", "max_tokens": call.limit_param}.get(error.param or "", error.param)
-                if chat
-                else error.param
-            )
-            raise ApiError(400, error.message, code=error.code, param=param) from None
 
     def _unavailable(self) -> ApiError:
         code = "draining" if self.state is ReplicaState.DRAINING else "engine_unavailable"

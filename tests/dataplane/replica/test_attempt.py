@@ -60,7 +60,7 @@ def begin(host: Clockwork, *, choices: int = 1, stop: tuple[str, ...] = ()) -> A
     caller = Caller(attempt_id="attempt", request_id="request", tenant="demo", key_id="key", project="apollo")
     attempt = Attempt(caller, host, accepted=host.now, model="model")
     for index in range(choices):
-        attempt.choices.append(Choice(attempt, index, f"attempt-{index}", 10, Letters(stop)))
+        attempt.choices.append(Choice(attempt, index, f"attempt-{index}", range(10), Letters(stop)))
     return attempt
 
 
@@ -229,7 +229,7 @@ def test_a_defect_in_the_text_path_ends_only_that_sequence() -> None:
 
     host = Clockwork()
     attempt = begin(host)
-    choice = Choice(attempt, 0, "attempt-0", 10, Broken())
+    choice = Choice(attempt, 0, "attempt-0", range(10), Broken())
     attempt.choices[0] = choice
     choice.take(output("a"))
     assert choice.finish is FinishReason.ERROR

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dataplane.generation import GenerationEndpoint
+from dataplane.intake import INLINE_CHARACTERS
 from dataplane.protocol import (
     HEADER_ATTEMPT,
     HEADER_FAIR_TAG,
@@ -30,7 +31,7 @@ from dataplane.protocol import (
     ReplicaState,
     UsageBasis,
 )
-from dataplane.replica import INLINE_CHARACTERS, Replica
+from dataplane.replica import Replica
 from dataplane.server import ReplicaServer
 from dataplane.tokenizer import Tokenizer
 from tests.dataplane.replica.harness import AUTH, MODEL, make_config, scripted, serving, smollm2_tokenizer, sse, until
