@@ -20,6 +20,7 @@ COMMANDS = {
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
     "db": ("controlplane.serve:db", "Migrate the database."),
     "engine": ("dataplane.cli:engine", "Run or try the engine alone."),
+    "bench": ("dataplane.bench.cli:bench", "Measure the engine and its policies, with controls."),
 }
 
 

@@ -7,9 +7,11 @@ larger than any cache, as a model's layers do.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +27,9 @@ from dataplane.hardware.figure import Figure, FigureKind
 
 STREAM_BYTES = 256 * 2**20
 """What the bandwidth is measured over, and what operators stream through."""
-PRODUCT_SIZES = ((768, 768, 768), (1024, 1024, 1024), (512, 2048, 1024), (256, 3072, 576))
+SLICE_BYTES = 16 * 2**20
+"""One try of the bandwidth: short enough that other work on the machine leaves some tries alone."""
+PRODUCT_SIZES = ((256, 768, 768), (512, 512, 512), (768, 768, 768), (128, 3072, 576))
 CPUINFO = Path("/proc/cpuinfo")
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
@@ -64,47 +68,71 @@ def probe(threads: int, *, seconds: float = 2.0) -> DataSheet:
     )
 
 
-def time_linear(tokens: int, inputs: int, outputs: int, threads: int, *, repeats: int = 9) -> Measured:
-    """x · Wᵀ in fp32 over weights that come from memory each time."""
-    op = linear(tokens, inputs, outputs, FP32, activations=FP32, precision=Precision.FP32)
-    copies = max(2, -(-STREAM_BYTES // (4 * inputs * outputs)))
-    weights = torch.randn(copies, outputs, inputs)
-    x = torch.randn(tokens, inputs)
-    label = f"linear {tokens} x {inputs} → {outputs}"
-    return _timed(label, op, lambda turn: F.linear(x, weights[turn]), threads=threads, repeats=repeats, copies=copies)
+class OperatorTimer:
+    """Times single fp32 operators with `threads`; every operand that a model streams comes from memory each time.
 
+    A time is the median of `repeats`, after one run that warms up.
+    """
 
-def time_decode(batch: int, context: int, heads: tuple[int, int, int], threads: int, *, repeats: int = 9) -> Measured:
-    """One query for each of `batch` sequences over `context` keys; `heads` is (H, H_k, d_h)."""
-    query_heads, kv_heads, dim = heads
-    op = attention(
-        queries=batch, pairs=batch * context, context=batch * context, heads=query_heads, kv_heads=kv_heads,
-        head_dim=dim, kv=FP32, activations=FP32, precision=Precision.FP32,
-    )  # fmt: skip
-    copies = max(2, -(-STREAM_BYTES // int(op.bytes)))
-    keys = torch.randn(copies, 2, batch, kv_heads, context, dim)
-    q = torch.randn(batch, kv_heads, query_heads // kv_heads, dim)
+    def __init__(self, threads: int, repeats: int) -> None:
+        self._threads, self._repeats = threads, repeats
+        self._pool = torch.ones(STREAM_BYTES // 4)
 
-    def run(turn: int) -> Tensor:
-        return F.scaled_dot_product_attention(q, keys[turn, 0], keys[turn, 1])
+    def linear(self, tokens: int, inputs: int, outputs: int) -> Measured:
+        """x [tokens, inputs] · Wᵀ."""
+        op = linear(tokens, inputs, outputs, FP32, activations=FP32, precision=Precision.FP32)
+        weights = self._copies(outputs, inputs)
+        x = torch.ones(tokens, inputs)
+        label = f"linear {tokens} x {inputs} → {outputs}"
+        return self._timed(label, op, lambda turn: F.linear(x, weights[turn % len(weights)]))
 
-    return _timed(f"decode {batch} x {context}", op, run, threads=threads, repeats=repeats, copies=copies)
+    def decode(self, batch: int, context: int, heads: tuple[int, int, int]) -> Measured:
+        """One query for each of `batch` sequences over `context` keys; `heads` is (H, H_k, d_h)."""
+        query_heads, kv_heads, dim = heads
+        op = attention(
+            queries=batch, pairs=batch * context, context=batch * context, heads=query_heads, kv_heads=kv_heads,
+            head_dim=dim, kv=FP32, activations=FP32, precision=Precision.FP32,
+        )  # fmt: skip
+        keys = self._copies(2, batch, kv_heads, context, dim)
+        q = torch.ones(batch, kv_heads, query_heads // kv_heads, dim)
 
+        def run(turn: int) -> Tensor:
+            k, v = keys[turn % len(keys)]
+            return F.scaled_dot_product_attention(q, k, v)
 
-def time_prefill(tokens: int, heads: tuple[int, int, int], threads: int, *, repeats: int = 5) -> Measured:
-    """Causal attention of one prompt; `heads` is (H, H_k, d_h)."""
-    query_heads, kv_heads, dim = heads
-    op = attention(
-        queries=tokens, pairs=causal_pairs(tokens), context=tokens, heads=query_heads, kv_heads=kv_heads,
-        head_dim=dim, kv=FP32, activations=FP32, precision=Precision.FP32,
-    )  # fmt: skip
-    q = torch.randn(1, query_heads, tokens, dim)
-    k = torch.randn(1, query_heads, tokens, dim)
+        return self._timed(f"decode {batch} x {context}", op, run)
 
-    def run(turn: int) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    def prefill(self, tokens: int, heads: tuple[int, int, int]) -> Measured:
+        """Causal attention of one prompt; `heads` is (H, H_k, d_h)."""
+        query_heads, kv_heads, dim = heads
+        op = attention(
+            queries=tokens, pairs=causal_pairs(tokens), context=tokens, heads=query_heads, kv_heads=kv_heads,
+            head_dim=dim, kv=FP32, activations=FP32, precision=Precision.FP32,
+        )  # fmt: skip
+        operands = self._copies(3, 1, query_heads, tokens, dim)
 
-    return _timed(f"prefill {tokens}", op, run, threads=threads, repeats=repeats, copies=1)
+        def run(turn: int) -> Tensor:
+            q, k, v = operands[turn % len(operands)]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return self._timed(f"prefill {tokens}", op, run)
+
+    def _copies(self, *shape: int) -> Tensor:
+        """As many operands of `shape` as the pool holds, at least one."""
+        size = math.prod(shape)
+        count = max(1, len(self._pool) // size)
+        pool = self._pool if count * size <= len(self._pool) else torch.ones(size)
+        return pool[: count * size].view(count, *shape)
+
+    def _timed(self, label: str, op: Op, run: Callable[[int], Tensor]) -> Measured:
+        times = []
+        with torch_threads(self._threads):
+            run(0)
+            for turn in range(1, self._repeats + 1):
+                started = time.perf_counter()
+                run(turn)
+                times.append(time.perf_counter() - started)
+        return Measured(label, median(times), (op,))
 
 
 @contextmanager
@@ -119,26 +147,15 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _timed(label: str, op: Op, run: Callable[[int], Tensor], *, threads: int, repeats: int, copies: int) -> Measured:
-    """The median of `repeats`, after one that warms up; each takes the next of `copies` buffers."""
-    times = []
-    with torch_threads(threads):
-        run(0)
-        for turn in range(1, repeats + 1):
-            started = time.perf_counter()
-            run(turn % copies)
-            times.append(time.perf_counter() - started)
-    return Measured(label, median(times), (op,))
-
-
 def _bandwidth(seconds: float) -> tuple[int, float]:
     """(tries, best bytes/s) of summing, copying, and multiplying with a vector: what moves memory best differs."""
-    rows = STREAM_BYTES // 4 // 4096
-    buffer, other, vector = torch.ones(rows, 4096), torch.empty(rows, 4096), torch.ones(4096)
+    rows, slices = SLICE_BYTES // 4 // 4096, STREAM_BYTES // SLICE_BYTES
+    buffer, other, vector = torch.ones(slices, rows, 4096), torch.empty(slices, rows, 4096), torch.ones(4096)
+    # Each kind goes over all slices before the next: no slice is in a cache when its turn comes.
     moves: list[tuple[Callable[[], object], int]] = [
-        (buffer.sum, STREAM_BYTES),
-        (lambda: other.copy_(buffer), 2 * STREAM_BYTES),
-        (lambda: torch.mv(buffer, vector), STREAM_BYTES),
+        *((source.sum, SLICE_BYTES) for source in buffer),
+        *((partial(torch.mv, source, vector), SLICE_BYTES) for source in buffer),
+        *((partial(target.copy_, source), 2 * SLICE_BYTES) for target, source in zip(other, buffer, strict=True)),
     ]
     return _best(moves, seconds)
 
@@ -148,7 +165,7 @@ def _flops(dtype: torch.dtype, seconds: float) -> tuple[int, float]:
     products: list[tuple[Callable[[], object], int]] = []
     for m, n, k in PRODUCT_SIZES:
         x, w, out = torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        products.append((lambda x=x, w=w, out=out: torch.mm(x, w.T, out=out), 2 * m * n * k))  # type: ignore[misc]
+        products.append((partial(torch.mm, x, w.T, out=out), 2 * m * n * k))
     return _best(products, seconds)
 
 

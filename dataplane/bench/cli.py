@@ -1,0 +1,83 @@
+"""`tidegate bench`: measure the engine and its policies.
+
+Layer: service. Reads flags, says what is wrong in one sentence and exits with 2. A bench's module is imported when
+its command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+EXIT_USAGE = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def bench() -> None:
+    """Measure the engine and its policies, each beside a control that must show no gain."""
+
+
+def json_option(command: click.decorators.FC) -> click.decorators.FC:
+    """`--json PATH`, which every bench has."""
+    return click.option(
+        "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to a file too."
+    )(command)
+
+
+@bench.command()
+@click.option(
+    "--tables",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with the published H200 kernel tables (h200_*_perf.parquet); needs the extra `bench`.",
+)
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--prompt", default=1024, show_default=True, type=click.IntRange(64), help="Prompt tokens of a TTFT.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Measurements of each.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: the cores of this process]")
+@click.option("--probe-seconds", default=2.0, show_default=True, type=click.FloatRange(0.05), help="For each ceiling.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the prompts and their order.")
+@click.option("--no-engine", is_flag=True, help="Leave out the engine's TTFT, which takes minutes.")
+@json_option
+def roofline(
+    *,
+    tables: Path | None,
+    model: str,
+    prompt: int,
+    repeats: int,
+    threads: int | None,
+    probe_seconds: float,
+    seed: int,
+    no_engine: bool,
+    json_path: Path | None,
+) -> None:
+    """Compare the cost model with measurements.
+
+    Against published H200 kernels (--tables), against operators of this CPU, and predicted TTFT at prefix hit ratios
+    0, 0.3, 0.6 and 0.9 against the engine's own, with TPOT as the control that must not change.
+    """
+    from dataplane.bench.report import emit
+    from dataplane.bench.roofline import RooflineCase, run
+    from dataplane.errors import ConfigError
+    from dataplane.hardware.device import cores
+
+    case = RooflineCase(
+        model=model,
+        prompt=prompt,
+        repeats=repeats,
+        threads=threads or cores(),
+        probe_seconds=probe_seconds,
+        seed=seed,
+        engine=not no_engine,
+    )
+    try:
+        emit(run(case, tables), json_path)
+    except ConfigError as error:
+        refuse(str(error))
+
+
+def refuse(sentence: str) -> NoReturn:
+    click.echo(f"Error: {sentence}", err=True)
+    sys.exit(EXIT_USAGE)
