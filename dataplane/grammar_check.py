@@ -93,23 +93,24 @@ class GrammarChecker:
 
     async def _tried(self, grammar: Grammar) -> str:
         """Why the grammar cannot be used; empty when it can."""
-        worker = await self._ready()
-        try:
-            async with asyncio.timeout(self._patience_s):
-                verdict = await _asked(worker, grammar)
-        except TimeoutError:
+        for _ in range(2):
+            worker = await self._ready()
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    verdict = await _asked(worker, grammar)
+            except TimeoutError:
+                await self.stop()
+                return "the grammar takes too long to compile"
+            except asyncio.CancelledError:
+                # Its answer would be taken for that to the next question.
+                await self.stop()
+                raise
+            if verdict is not None:
+                slow = not verdict.error and verdict.seconds > self._compile_s
+                return "the grammar takes too long to compile" if slow else verdict.error
+            # It may have died of something else, but not twice.
             await self.stop()
-            return "the grammar takes too long to compile"
-        except asyncio.CancelledError:
-            # Its answer would be taken for that to the next question.
-            await self.stop()
-            raise
-        if verdict is None:
-            await self.stop()
-            return "the grammar takes too much memory to compile"
-        if not verdict.error and verdict.seconds > self._compile_s:
-            return "the grammar takes too long to compile"
-        return verdict.error
+        return "the grammar takes too much memory to compile"
 
     async def _ready(self) -> asyncio.subprocess.Process:
         """The worker, which has shown by a first grammar that it answers. Raises ApiError 503."""

@@ -5,7 +5,10 @@ Started like `dataplane.core_process`. The options say what it does:
   fault at the first request), "stale" (marks all but the last frame with another epoch), "deaf" (ignores Shutdown
   and SIGTERM)
 - emit: how many tokens for each request, one frame each, or the ids themselves
-- finish: whether the last one ends the request (default), or it hangs
+- finish: whether the last one ends the request (default), or it hangs; or how it ends: "stop" by the last one's id
+- emits: by the number of the sample, what it emits instead; where log-probabilities are asked for, the k-th token of
+  sample s has −(s + 1)·(k + 1)/8, and the token after it in the vocabulary beside it
+- most: the most sequences that the core says it runs at once
 - loading_s: how long it takes to become READY
 """
 
@@ -26,12 +29,14 @@ from dataplane.protocol import (
     CoreReady,
     CoreStats,
     Counters,
+    EngineRequest,
     FinishReason,
     Gauges,
     RequestOutput,
     Shutdown,
     StepOutput,
     Timing,
+    TokenLogprob,
 )
 
 LETTER_A = 49
@@ -44,13 +49,16 @@ class Script:
         self.mode = str(options.get("mode", "serve"))
         emit = options.get("emit", 3)
         self.emit: list[int] = emit if isinstance(emit, list) else [LETTER_A] * int(str(emit))
-        self.finish = bool(options.get("finish", True))
+        self.emits: dict[str, list[int]] = dict(options.get("emits", {}))  # type: ignore[call-overload]
+        self.finish = options.get("finish", True)
         self.epoch = self.own_epoch = epoch
         self.counters = Counters()
         self.step = 0
         self.running: set[str] = set()
 
-    def send(self, request_id: str, tokens: list[int], finish: FinishReason | None) -> None:
+    def send(
+        self, request_id: str, tokens: list[int], finish: FinishReason | None, **more: list[TokenLogprob] | None
+    ) -> None:
         self.step += 1
         if finish is not None:
             self.running.discard(request_id)
@@ -63,31 +71,52 @@ class Script:
             finish=finish,
             cached_tokens=2,
             timing=Timing(queued=now, scheduled=now, first_token=now, last_token=now),
+            **more,  # type: ignore[arg-type]
         )
         stats = CoreStats(counters=self.counters, gauges=Gauges(running=len(self.running), blocks_total=8))
         self.link.send(StepOutput(boot_epoch=self.epoch, step=self.step, outputs=[output], stats=stats))
 
-    def add(self, request_id: str) -> None:
+    def add(self, request: EngineRequest) -> None:
         if self.mode == "fault":
             self.link.send(CoreFault(boot_epoch=self.epoch, error="the script says so"))
             sys.exit(1)
-        self.running.add(request_id)
-        for number, token in enumerate(self.emit):
-            last = self.finish and number == len(self.emit) - 1
-            self.epoch = self.own_epoch + (100 if self.mode == "stale" and not last else 0)
-            self.send(request_id, [token], FinishReason.LENGTH if last else None)
+        samples = [request.request_id, *request.forks]
+        self.running.update(samples)
+        scripts = [self.emits.get(str(number), self.emit) for number in range(len(samples))]
+        for step in range(max(len(script) for script in scripts)):
+            for number, (request_id, script) in enumerate(zip(samples, scripts, strict=True)):
+                if step < len(script):
+                    self.emit_one(request, request_id, number, step, script)
+
+    def emit_one(self, request: EngineRequest, request_id: str, number: int, step: int, script: list[int]) -> None:
+        last = bool(self.finish) and step == len(script) - 1
+        end = FinishReason.STOP if self.finish == "stop" else FinishReason.LENGTH
+        self.epoch = self.own_epoch + (100 if self.mode == "stale" and not last else 0)
+        more: dict[str, object] = {}
+        if request.params.logprobs is not None:
+            more["logprobs"] = [logprob_of(script[step], -(number + 1) * (step + 1) / 8, request.params.logprobs)]
+        if request.params.prompt_logprobs is not None and number == step == 0:
+            after = request.prompt_token_ids[1:]
+            entries = [logprob_of(token, -1.0, request.params.prompt_logprobs) for token in after]
+            more["prompt_logprobs"] = [None, *entries]
+        self.send(request_id, [script[step]], end if last else None, **more)  # type: ignore[arg-type]
 
     def run(self) -> None:
         while True:
             self.link.wait()
             for message in self.link.drain():
                 if isinstance(message, AddRequest):
-                    self.add(message.request.request_id)
+                    self.add(message.request)
                 elif isinstance(message, AbortRequests):
                     for request_id in message.request_ids:
                         self.send(request_id, [], FinishReason.ABORT)
                 elif isinstance(message, Shutdown) and self.mode != "deaf":
                     return
+
+
+def logprob_of(token: int, logprob: float, top: int) -> TokenLogprob:
+    beside = [(token, logprob), (token + 1, logprob - 1.0)][:top]
+    return TokenLogprob(token_id=token, logprob=logprob, rank=1, top=beside)
 
 
 def main() -> int:
@@ -118,6 +147,7 @@ def main() -> int:
             block_size=16,
             total_blocks=8,
             load_seconds=0.1,
+            max_num_seqs=int(options.get("most", 0)),
         )
         link.send(ready)
         Script(link, arguments.epoch, options).run()
