@@ -168,6 +168,22 @@ def test_a_fork_is_charged_to_its_tenant() -> None:
     assert turns(queue, 5) == "bbbba"
 
 
+def test_a_tenant_whose_fork_still_runs_is_remembered() -> None:
+    queue = vtc()
+    ask(queue, "a")
+    parent = admit(queue)
+    child = make_request("fork", [1], tenant="a")
+    queue.served(child, output_tokens=1)  # a: 12
+    end(queue, parent)
+    for _ in range(8):
+        ask(queue, "b")
+    assert turns(queue, 3) == "bbb"  # b: 42
+    queue.served(child, output_tokens=10)  # a: 32
+    ask(queue, "a")  # lifted to 42
+    assert turns(queue, 2) == "ba"
+    end(queue, child)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=40),
     st.lists(st.integers(0, 39), max_size=5),
