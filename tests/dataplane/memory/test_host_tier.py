@@ -94,6 +94,22 @@ def test_a_hit_in_host_memory_is_not_evicted_by_what_makes_room_for_it() -> None
     manager.check_integrity()
 
 
+def test_a_host_block_that_this_step_still_reads_is_not_written_by_it() -> None:
+    """Moves out come before moves in, so a later eviction must not be given a host block that a hit waits to read."""
+    manager = filled(2)
+    manager.take_transfers()
+    c = make_request("c", [1] * 9)
+    start(manager, c)
+    start(manager, d := make_request("d", [3] * 4))
+    moved = manager.take_transfers()
+    assert sorted(host for host, _ in moved.swap_in) == [0, 1]
+    assert not moved.swap_out, "d evicts a block of b's, and both host blocks are still to be read"
+    manager.free(c)
+    manager.free(d)
+    start(manager, make_request("e", [4] * 16))
+    assert len(manager.take_transfers().swap_out) == 1, "the step after may: d's block goes out"
+
+
 def test_what_this_step_moves_in_is_not_moved_out_by_it() -> None:
     manager = filled(8)
     manager.take_transfers()

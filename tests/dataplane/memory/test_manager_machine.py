@@ -28,8 +28,8 @@ class ManagerMachine(RuleBasedStateMachine):
     """`running` hold blocks, `swapped` are in host memory, `waiting` hold nothing and start over."""
 
     @initialize(
-        num_blocks=st.integers(2, 10),
-        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(2, 14),
+        block_size=st.sampled_from([1, 2, 4, 4]),
         host_blocks=st.sampled_from([0, 1, 2, 4, 8]),
         caching=st.sampled_from([True, True, False]),
     )
@@ -62,32 +62,65 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         self._start(data, request)
 
+    @rule(families=st.lists(st.integers(0, 3), min_size=1, max_size=3), alone=st.booleans())
+    def visit(self, families: list[int], *, alone: bool) -> None:
+        """Prompts that are computed in one step and leave their blocks to the cache."""
+        if alone:
+            self._all_leave()
+        requests = []
+        for family in families:
+            requests += self._arrive(family, length=2 * self.size + 1)
+        self.step()
+        for request in requests:
+            self.manager.free(request)
+            self._lost(request, over=True)
+
+    @precondition(lambda self: self.running)
+    @rule(rounds=st.integers(1, 3), token=TOKENS)
+    def decode(self, rounds: int, token: int) -> None:
+        """Everyone gets on by one token a step."""
+        for _ in range(rounds):
+            self.step()
+            for index, request in enumerate(self.running.values()):
+                if request.computed == len(request.tokens):
+                    request.tokens.append((token + index) % 3)
+                self._grow(request, 1, reserve=0)
+
+    @rule(families=st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    def return_together(self, families: list[int]) -> None:
+        """Prompts that begin in the step being planned, some of them from either cache."""
+        for family in families:
+            self._arrive(family, length=2 * self.size + 2)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), family=st.integers(0, 3))
+    def part(self, data: st.DataObject, family: int) -> None:
+        """Forks part: one copies, the other leaves in the same step, and somebody else wants a block."""
+        parent = self._idle(data)
+        if parent.computed < len(parent.tokens):
+            return
+        self.ids += 1
+        child = make_request(str(self.ids), parent.tokens, tenant=parent.tenant)
+        self.manager.fork(parent, child)
+        self._runs(child, self.tables[parent.request_id][: -(-parent.computed // self.size)], parent.computed, 0)
+        self._append(parent, 2, reserve=0)
+        self.manager.free(child)
+        self._lost(child, over=True)
+        self._arrive(family, length=2 * self.size + 1)
+
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def start_over(self, data: st.DataObject) -> None:
         self._start(data, self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))))
 
-    @precondition(lambda self: self.running.keys() - self.planned.keys())
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def go_on(self, data: st.DataObject) -> None:
         request = self._idle(data)
         if request.computed == len(request.tokens):
             request.tokens.append(data.draw(TOKENS))
         count = data.draw(st.integers(1, len(request.tokens) - request.computed))
-        reserve = data.draw(st.sampled_from([0, 0, len(request.tokens) + 3]))
-        new = self._whole_or_nothing(lambda: self.manager.allocate(request, count, reserve=reserve))
-        if new is None:
-            return
-        replaced = self.manager.take_replaced(request.request_id)
-        table = self.tables[request.request_id]
-        if replaced is not None:
-            index, block = replaced
-            assert index == request.computed // self.size
-            assert request.computed % self.size, "a full block was copied"
-            table[index] = block
-        table += new
-        self.planned[request.request_id] = (request.computed, count)
-        request.computed += count
+        self._grow(request, count, reserve=data.draw(st.sampled_from([0, 0, len(request.tokens) + 3])))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -106,14 +139,14 @@ class ManagerMachine(RuleBasedStateMachine):
         if parent.request_id in self.planned:
             self.planned[child.request_id] = (child.computed, 0)
 
-    @precondition(lambda self: self.running.keys() - self.planned.keys())
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), over=st.booleans())
     def leave(self, data: st.DataObject, *, over: bool) -> None:
         request = self._idle(data)
         self.manager.free(request)
         self._lost(request, over=over)
 
-    @precondition(lambda self: self.running.keys() - self.planned.keys())
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         request = self._idle(data)
@@ -148,7 +181,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------- between steps
 
-    @precondition(lambda self: self.running and not self.planned)
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         self.step()
@@ -156,8 +189,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.scrub += self.manager.discard(request)
         self._lost(request, over=True)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(rarely=st.integers(0, 5))
+    def reset(self, rarely: int) -> None:
+        if rarely:
+            return
         self.step()
         assert self.manager.reset_prefix_cache() == (not self.running and not self.swapped)
 
@@ -244,6 +279,18 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self._runs(request, table, match.tokens, count)
 
+    def _arrive(self, family: int, length: int) -> list[Request]:
+        """A request of one of few prompts, computed whole; none if it does not fit."""
+        self.ids += 1
+        request = make_request(str(self.ids), [family] * length, tenant=TENANTS[0])
+        match = self.manager.match(request)
+        count = length - match.tokens
+        table = self._whole_or_nothing(lambda: self.manager.allocate(request, count, match))
+        if table is None:
+            return []
+        self._runs(request, table, match.tokens, count)
+        return [request]
+
     def _runs(self, request: Request, table: list[int], start: int, count: int) -> None:
         request.computed = start + count
         self.running[request.request_id] = request
@@ -253,7 +300,34 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _idle(self, data: st.DataObject) -> Request:
         """A running request that the step being planned does not compute."""
+        if self.running.keys() <= self.planned.keys():
+            self.step()
         return self.running[data.draw(st.sampled_from(sorted(self.running.keys() - self.planned.keys())))]
+
+    def _append(self, request: Request, token: int, *, reserve: int) -> None:
+        request.tokens.append(token)
+        self._grow(request, 1, reserve=reserve)
+
+    def _grow(self, request: Request, count: int, *, reserve: int) -> None:
+        new = self._whole_or_nothing(lambda: self.manager.allocate(request, count, reserve=reserve))
+        if new is None:
+            return
+        replaced = self.manager.take_replaced(request.request_id)
+        table = self.tables[request.request_id]
+        if replaced is not None:
+            index, block = replaced
+            assert index == request.computed // self.size
+            assert request.computed % self.size, "a full block was copied"
+            table[index] = block
+        table += new
+        self.planned[request.request_id] = (request.computed, count)
+        request.computed += count
+
+    def _all_leave(self) -> None:
+        self.step()
+        for request in list(self.running.values()):
+            self.manager.free(request)
+            self._lost(request, over=True)
 
     def _lost(self, request: Request, *, over: bool) -> None:
         assert self.manager.table(request.request_id) == []
