@@ -78,6 +78,23 @@ def roofline(
         refuse(str(error))
 
 
+@bench.command()
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--only", default="", help="Measure the cases whose name contains this.")
+@json_option
+def grammar(*, model: str, only: str, json_path: Path | None) -> None:
+    """Compare what structured output costs with llguidance, and with xgrammar where it is installed."""
+    from dataplane.bench.grammar import run
+    from dataplane.bench.report import emit
+    from dataplane.config import find_model
+    from dataplane.errors import ConfigError
+
+    try:
+        emit(run(find_model(model)[0], only=only), json_path)
+    except ConfigError as error:
+        refuse(str(error))
+
+
 def refuse(sentence: str) -> NoReturn:
     click.echo(f"Error: {sentence}", err=True)
     sys.exit(EXIT_USAGE)
