@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from dataplane.config import EngineConfig
+from dataplane.decoding.grammar import GrammarCompiler
 from dataplane.errors import IntegrityError
 from dataplane.hardware.device import available_memory, resident_memory, total_memory
 from dataplane.memory.manager import KVManager
@@ -35,6 +37,7 @@ from dataplane.runtime.model_runner import ModelRunner
 from dataplane.runtime.worker import StepThread
 from dataplane.scheduling.plan import Executor, Handle, Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
+from dataplane.tokenizer import load_tokenizer
 
 __all__ = ["EngineCore", "IntegrityError"]
 
@@ -55,7 +58,8 @@ class EngineCore:
         started = clock()
         self.config = config
         self._clock = clock
-        self._runner = ModelRunner(config, clock)
+        self._grammars = GrammarCompiler(partial(load_tokenizer, config.model.path), config.model.shape.vocab)
+        self._runner = ModelRunner(config, clock, self._grammars)
         self._kv = KVManager(
             config.cache.num_blocks,
             config.cache.block_size,
@@ -89,6 +93,7 @@ class EngineCore:
             attention_backend=self._runner.attention.name,
             weight_bytes=self._runner.weight_bytes,
             kv_bytes=self._runner.store.nbytes,
+            max_num_seqs=config.scheduler.max_num_seqs,
         )
 
     def validate(self, request: EngineRequest) -> None:
@@ -108,6 +113,8 @@ class EngineCore:
         validate_samples(1 + len(request.forks), self.config.scheduler.max_num_seqs)
         if not math.isfinite(request.fair_tag):
             raise RequestError(f"fair_tag must be finite, got {request.fair_tag}", param="fair_tag")
+        if request.params.grammar is not None:
+            self._grammars.compile(request.params.grammar)
         if request.adapter:
             raise RequestError(f"the adapter {request.adapter} is not loaded", "model_not_found", "model")
 

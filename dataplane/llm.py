@@ -17,7 +17,7 @@ import msgspec
 from dataplane.config import EngineConfig
 from dataplane.detokenizer import IncrementalDetokenizer
 from dataplane.engine import EngineCore
-from dataplane.protocol import EngineRequest, FinishReason, RequestOutput, SamplingParams, Timing
+from dataplane.protocol import EngineRequest, FinishReason, RequestOutput, SamplingParams, Timing, TokenLogprob
 from dataplane.request import RequestError
 from dataplane.tokenizer import load_tokenizer
 
@@ -28,6 +28,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One finished prompt. `token_ids` holds every generated token, also one that ended it and is not shown.
 
     `stop_reason` is the stop string or the stop id that ended it; None for the end of sequence and the limit.
+    `logprobs` has one entry for each of `token_ids`, `prompt_logprobs` one for each prompt token, None for the first;
+    both are None where they were not asked for.
     """
 
     prompt_token_ids: list[int]
@@ -38,19 +40,26 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     timing: Timing | None = None
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 class _Progress:
-    """One request while it runs."""
+    """One sample of a request while it runs."""
 
-    def __init__(self, prompt: list[int], detokenizer: IncrementalDetokenizer) -> None:
-        self.prompt, self.detokenizer = prompt, detokenizer
+    def __init__(self, request: EngineRequest, detokenizer: IncrementalDetokenizer) -> None:
+        self.prompt, self.detokenizer = request.prompt_token_ids, detokenizer
         self.token_ids: list[int] = []
         self.text = ""
+        self.logprobs: list[TokenLogprob] | None = None if request.params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def take(self, output: RequestOutput) -> None:
         """A token that ended the request by its id has no text."""
         self.token_ids += output.token_ids
+        if self.logprobs is not None:
+            self.logprobs += output.logprobs
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         shown = output.token_ids[:-1] if output.finish is FinishReason.STOP else output.token_ids
         self.text += self.detokenizer.push(shown)
         if output.finish is not None:
@@ -67,6 +76,8 @@ class _Progress:
             cached_tokens=last.cached_tokens,
             timing=last.timing,
             error=last.error,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -80,25 +91,33 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, n: int = 1
     ) -> list[Completion]:
-        """Complete texts or token ids; the completions come in the order of the prompts.
+        """Complete texts or token ids; the completions come in the order of the prompts, `n` for each.
 
-        Raises RequestError, before any of them runs, when one prompt cannot.
+        The samples of a prompt compute it once; the k-th draws with the seed of the first plus k. Only the first has
+        `prompt_logprobs`. Raises RequestError, before any of them runs, when one prompt cannot.
         """
+        if not 1 <= n <= self.config.scheduler.max_num_seqs:
+            raise RequestError(f"n must be between 1 and {self.config.scheduler.max_num_seqs}, got {n}", param="n")
         tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         requests = [
             EngineRequest(
-                request_id=f"offline-{next(self._ids)}", prompt_token_ids=prompt, params=chosen, arrived_at=time.time()
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=chosen,
+                arrived_at=time.time(),
+                forks=tuple(f"{request_id}.{fork}" for fork in range(1, n)),
             )
             for prompt, chosen in zip(tokens, self._params(params, len(tokens)), strict=True)
+            for request_id in [f"offline-{next(self._ids)}"]
         ]
         for request in requests:
             self.core.validate(request)
         try:
             return self._run(requests)
         finally:
-            self.core.abort(request.request_id for request in requests)
+            self.core.abort(request_id for request in requests for request_id in (request.request_id, *request.forks))
 
     def chat(
         self,
@@ -123,20 +142,23 @@ class LLM:
     def _run(self, requests: list[EngineRequest]) -> list[Completion]:
         running: dict[str, _Progress] = {}
         done: dict[str, Completion] = {}
-        while len(done) < len(requests):
-            for request in requests[len(running) : len(running) + self.core.room]:
+        queued = 0
+        while queued < len(requests) or self.core.has_work():
+            for request in requests[queued : queued + self.core.room]:
                 self.core.add(request)
-                detokenizer = IncrementalDetokenizer(self.tokenizer, request.params.stop)
-                running[request.request_id] = _Progress(request.prompt_token_ids, detokenizer)
+                queued += 1
+                for request_id in (request.request_id, *request.forks):
+                    detokenizer = IncrementalDetokenizer(self.tokenizer, request.params.stop)
+                    running[request_id] = _Progress(request, detokenizer)
             for output in self.core.step():
                 self._take(output, running, done)
-        return [done[request.request_id] for request in requests]
+        return [done[request_id] for request in requests for request_id in (request.request_id, *request.forks)]
 
     def _take(self, output: RequestOutput, running: dict[str, _Progress], done: dict[str, Completion]) -> None:
         progress = running[output.request_id]
         progress.take(output)
         if output.finish is None and progress.detokenizer.stopped is not None:
             for last in self.core.abort([output.request_id]):
-                done[output.request_id] = progress.completion(last)
+                done[last.request_id] = running[last.request_id].completion(last)
         elif output.finish is not None:
             done[output.request_id] = progress.completion(output)

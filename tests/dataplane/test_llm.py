@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
-from dataplane.llm import LLM
-from dataplane.protocol import FinishReason, SamplingParams
+from dataplane.llm import LLM, Completion
+from dataplane.protocol import FinishReason, Grammar, GrammarKind, SamplingParams
 from dataplane.request import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -109,3 +110,99 @@ def test_an_interrupted_call_leaves_no_request_behind(llm: LLM, monkeypatch: pyt
         llm.generate(["a", "b"], GREEDY)
     monkeypatch.undo()
     assert llm.generate(["1, 2, 3, 4,"], GREEDY)[0].text.startswith(" 5")
+
+
+def test_n_completions_of_each_prompt_stand_together_and_draw_with_seeds_in_a_row(llm: LLM) -> None:
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(temperature=1.0, seed=seed, max_tokens=10, ignore_eos=True)
+
+    prompts = ["The best thing about the sea is", "My favourite colour is", "In the year 2050, people"]
+    made = llm.generate(prompts, [params(5), params(50), params(500)], n=3)
+    assert [completion.prompt_token_ids for completion in made] == [
+        llm.tokenizer.encode(prompt) for prompt in prompts for _ in range(3)
+    ]
+    apart = [
+        llm.generate([prompt], params(seed + k))[0]
+        for prompt, seed in zip(prompts, (5, 50, 500), strict=True)
+        for k in range(3)
+    ]
+    assert [completion.text for completion in made] == [completion.text for completion in apart]
+    assert len({completion.text for completion in made}) == 9
+
+
+def test_each_sample_stops_at_its_own_stop_string(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.3, seed=3, max_tokens=40, stop=("e", "."))
+    made = llm.generate(["Once upon a time"], params, n=4)
+    assert {completion.finish for completion in made} == {FinishReason.STOP}
+    assert all(completion.stop_reason in ("e", ".") for completion in made)
+    assert not any("e" in completion.text or "." in completion.text for completion in made)
+    assert len({len(completion.token_ids) for completion in made}) > 1
+
+
+@pytest.mark.parametrize("n", [0, -1, 129])
+def test_n_has_its_limits(llm: LLM, n: int) -> None:
+    with pytest.raises(RequestError, match="n must be between 1 and 128") as refused:
+        llm.generate(["a"], GREEDY, n=n)
+    assert refused.value.param == "n"
+
+
+def test_log_probabilities_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=4, prompt_logprobs=1)
+    asked, plain = (llm.generate(["The capital of France is"], chosen)[0] for chosen in (params, GREEDY))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+    assert asked.logprobs is not None
+    assert asked.prompt_logprobs is not None
+    assert [scored.token_id for scored in asked.logprobs] == asked.token_ids
+    assert {scored.rank for scored in asked.logprobs} == {1}
+    assert all(scored.top[0] == (scored.token_id, scored.logprob) for scored in asked.logprobs)
+    assert {len(scored.top) for scored in asked.logprobs} == {4}
+    assert asked.prompt_logprobs[0] is None
+    assert [scored.token_id for scored in asked.prompt_logprobs[1:] if scored] == asked.prompt_token_ids[1:]
+    assert all(scored.logprob < 0 for scored in asked.prompt_logprobs[1:] if scored)
+
+
+def test_a_bias_and_a_bad_word_change_the_answer(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    paris = llm.tokenizer.encode(" Paris")[0]
+    (plain,) = llm.chat(question, GREEDY)
+    assert plain.text == "The capital of France is Paris."
+    for params in ({"logit_bias": {paris: -100.0}}, {"bad_words": ((paris,),)}):
+        (changed,) = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=12, **params))
+        assert paris not in changed.token_ids
+        assert changed.text.startswith("The capital of France is")
+    phrase = tuple(llm.tokenizer.encode(" of France"))
+    (changed,) = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=12, bad_words=(phrase,)))
+    assert changed.text.startswith("The capital of")
+    assert " of France" not in changed.text
+
+
+def test_an_answer_is_held_to_its_grammar_and_ends_with_it(llm: LLM) -> None:
+    def answer(kind: GrammarKind, text: str, temperature: float = 0.0) -> Completion:
+        params = SamplingParams(
+            temperature=temperature, seed=4, max_tokens=80, logprobs=0, grammar=Grammar(kind=kind, text=text)
+        )
+        return llm.chat([{"role": "user", "content": "Name a city and how many people live there."}], params)[0]
+
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer", "maximum": 99999}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    for temperature in (0.0, 1.0):
+        made = answer(GrammarKind.JSON_SCHEMA, json.dumps(schema), temperature)
+        assert made.finish is FinishReason.STOP
+        found = json.loads(made.text)
+        assert set(found) == {"city", "people"}
+        assert isinstance(found["people"], int)
+    chosen = answer(GrammarKind.CHOICE, json.dumps(["qqq zebra", "qqq yak"]))
+    assert chosen.text in ("qqq zebra", "qqq yak")
+    assert chosen.logprobs is not None
+    assert max(scored.rank for scored in chosen.logprobs) > 100, "scores are the model's own, not the masked ones"
+
+
+def test_a_grammar_that_cannot_be_is_refused_before_anything_runs(llm: LLM) -> None:
+    broken = SamplingParams(grammar=Grammar(kind=GrammarKind.REGEX, text="(a"))
+    with pytest.raises(RequestError) as refused:
+        llm.generate(["fine", "not fine"], [GREEDY, broken])
+    assert refused.value.code == "invalid_grammar"
