@@ -67,7 +67,7 @@ class Continuous:
 
 
 class Static(Continuous):
-    """A batch of those who wait when nobody runs; the next one when all of it has ended.
+    """A batch of those who wait when nobody runs; the next one when all of it has ended, the preempted too.
 
     The batch is filled over as many steps as the token budget takes, and closed early when memory is full.
     """
@@ -79,8 +79,9 @@ class Static(Continuous):
 
     def open(self, now: float, running: int, waiting: Queue) -> None:
         super().open(now, running, waiting)
-        if not running:
-            self._seats = self._batch(waiting)
+        first = waiting.peek(now)
+        if not running and (first is None or first.state is not RequestState.PREEMPTED):
+            self._seats = self._batch(first, waiting)
 
     def candidate(self, waiting: Queue) -> Request | None:
         request = waiting.peek(self._now)
@@ -95,8 +96,8 @@ class Static(Continuous):
     def full(self) -> None:
         self._seats = 0
 
-    def _batch(self, waiting: Queue) -> int:
-        """Seats of the batch that begins now."""
+    def _batch(self, first: Request | None, waiting: Queue) -> int:
+        """Seats of the batch that begins now; `first` is next."""
         return min(self._size, len(waiting))
 
 
@@ -106,20 +107,23 @@ class Dynamic(Static):
     def __init__(self, size: int, window: float) -> None:
         super().__init__(size)
         self._window = window
+        self._since: float | None = None
 
     def open(self, now: float, running: int, waiting: Queue) -> None:
+        self.opens_at = None
         super().open(now, running, waiting)
-        if running:
-            self.opens_at = None
 
-    def _batch(self, waiting: Queue) -> int:
-        first = waiting.peek(self._now)
+    def _batch(self, first: Request | None, waiting: Queue) -> int:
         if first is None:
-            self.opens_at = None
+            self._since = None
             return 0
-        if self.opens_at is None:
-            self.opens_at = first.queued + self._window
-        return super()._batch(waiting) if len(waiting) >= self._size or self._now >= self.opens_at else 0
+        if self._since is None:
+            self._since = first.queued
+        if len(waiting) < self._size and self._now < self._since + self._window:
+            self.opens_at = self._since + self._window
+            return 0
+        self._since = None
+        return super()._batch(first, waiting)
 
 
 Bucket = tuple[int, bool, int, int]

@@ -161,7 +161,7 @@ class Scheduler:
             left = min(wanted, request.most_tokens) - request.computed
             if left > 1 or (left == 1 and wanted == request.prompt_len):
                 prefills.append(request)
-            elif left == 1 and not self._run(draft, request, 1, now):
+            elif left == 1 and not self._run(draft, request, 1, now) and request.state is RequestState.RUNNING:
                 return False
             index += 1
         for request in prefills:
@@ -184,7 +184,7 @@ class Scheduler:
         if blocks:
             held = self.kv.held(request.request_id) - len(blocks)
             self.accounts.charge_blocks(request, held, now)
-        if self._room.promises:
+        if self._room.promises and not request.forks:
             self._room.keep(request)
         replaced = self.kv.take_replaced(request.request_id)
         draft.running.append(RunningRequest(request.request_id, blocks, request.computed, replaced))
@@ -522,7 +522,7 @@ class Scheduler:
             raise IntegrityError("running requests are out of order")
         for request in self.waiting:
             request_id = request.request_id
-            away = kv.is_swapped(request_id) or request_id in self._loads.loaded
+            away = kv.is_swapped(request_id) or request_id in self._loads.loaded or self._lingers(request_id)
             if request.placeholders or (not away and (kv.held(request_id) or request.computed)):
                 raise IntegrityError(f"request {request_id} waits and holds blocks")
         loading = [request for request in self._loads.loading.values() if not request.state.finished]

@@ -28,6 +28,14 @@ class KVMemory:
         block, offset = self._slot(table, position)
         self._device.setdefault(block, {})[offset] = value
 
+    def copy(self, block: int) -> dict[int, int]:
+        """What a device block holds, by offset."""
+        return dict(self._device[block])
+
+    def load(self, block: int, content: dict[int, int]) -> None:
+        """Fill a device block from elsewhere."""
+        self._device[block] = dict(content)
+
     def clear(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self._device.pop(block, None)

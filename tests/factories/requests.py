@@ -8,8 +8,11 @@ from typing import Any
 from dataplane.memory.manager import KVManager
 from dataplane.protocol import RequestOutput, SamplingParams
 from dataplane.request import Request
+from dataplane.scheduling.capacity import Reserve
 from dataplane.scheduling.config import SchedulerConfig
+from dataplane.scheduling.connector import KVConnector
 from dataplane.scheduling.plan import Plan, RunningRequest, StepResult
+from dataplane.scheduling.preemption import PrefillSeconds
 from dataplane.scheduling.scheduler import Scheduler
 from tests.factories.kv_memory import KVMemory
 
@@ -31,14 +34,36 @@ def make_request(request_id: str, tokens: Iterable[int], *, max_tokens: int = 16
 
 
 def make_scheduler(
-    *, num_blocks: int = 1000, block_size: int = 16, caching: bool = True, eos: Sequence[int] = (), **config: Any
+    *,
+    num_blocks: int = 1000,
+    block_size: int = 16,
+    caching: bool = True,
+    host_blocks: int = 0,
+    eos: Sequence[int] = (),
+    kv_bytes: int = 0,
+    prefill_seconds: PrefillSeconds | None = None,
+    reserve: Reserve | None = None,
+    connector: KVConnector | None = None,
+    **config: Any,
 ) -> Scheduler:
     """A scheduler over a pool of its own."""
     return Scheduler(
         SchedulerConfig(**config),
-        KVManager(num_blocks, block_size, prefix_caching=caching),
+        KVManager(num_blocks, block_size, prefix_caching=caching, host_blocks=host_blocks),
         eos_token_ids=eos,
+        kv_bytes=kv_bytes,
+        prefill_seconds=prefill_seconds,
+        reserve=reserve,
+        connector=connector,
     )
+
+
+def step(scheduler: Scheduler, now: float = 0.0) -> Plan:
+    """Plan and commit one step whose every sample is token 0."""
+    plan = scheduler.plan(now)
+    scheduler.commit(plan, StepResult({request_id: [0] for request_id in plan.samples}), now)
+    scheduler.check_integrity()
+    return plan
 
 
 class ScriptedExecutor:
@@ -117,11 +142,17 @@ def fold(before: int, token: int) -> int:
     return (before * 1_000_003 + token + 1) % (2**61 - 1)
 
 
+def fold_all(root: int, tokens: Iterable[int]) -> int:
+    """The digest of a whole prefix."""
+    digest = root
+    for token in tokens:
+        digest = fold(digest, token)
+    return digest
+
+
 def undisturbed(prompt: Sequence[int], root: int, count: int, seed: int = 0) -> list[int]:
     """What `KVExecutor` generates for a request that runs alone and is never preempted."""
-    digest, tokens = root, []
-    for token in prompt:
-        digest = fold(digest, token)
+    digest, tokens = fold_all(root, prompt), []
     for _ in range(count):
         tokens.append((digest + seed) % VOCAB)
         digest = fold(digest, tokens[-1])

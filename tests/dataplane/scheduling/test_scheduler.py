@@ -4,74 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.protocol import FinishReason, SamplingParams
+from dataplane.protocol import FinishReason
 from dataplane.request import RequestError, RequestState
 from dataplane.scheduling.accounting import MAX_TENANTS
-from dataplane.scheduling.plan import Plan, StepResult, StepSeconds
-from dataplane.scheduling.scheduler import Scheduler
-from tests.factories.requests import ScriptedExecutor, generated, make_request, make_scheduler, run_to_end
-
-
-def step(scheduler: Scheduler, now: float = 0.0) -> Plan:
-    """Plan and commit one step whose every sample is token 0."""
-    plan = scheduler.plan(now)
-    scheduler.commit(plan, StepResult({request_id: [0] for request_id in plan.samples}), now)
-    scheduler.check_integrity()
-    return plan
-
-
-def test_s1_long_prefills_share_the_budget() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=1024, long_prefill_threshold=400)
-    for name in "abc":
-        scheduler.add(make_request(name, [ord(name)] * 800))
-    assert step(scheduler).tokens == {"a": 400, "b": 400, "c": 224}
-    assert step(scheduler).tokens == {"a": 400, "b": 400, "c": 224}
-    assert step(scheduler).tokens == {"a": 1, "b": 1, "c": 352}
-
-
-def test_s2_a_second_plan_may_precede_the_first_result() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=512)
-    scheduler.add(make_request("a", range(512)))
-    scheduler.add(make_request("b", range(1000, 1512)))
-    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
-    assert (first.tokens, second.tokens) == ({"a": 512}, {"b": 512})
-    scheduler.commit(first, StepResult({"a": [0]}), 1.0)
-    assert scheduler.plan(1.0).tokens == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    ("params", "sampled", "kept", "finish", "stop_reason"),
-    [
-        ({"max_tokens": 10}, [10, 2], [10, 2], FinishReason.STOP, None),
-        ({"max_tokens": 10, "stop_token_ids": (42,)}, [10, 42, 11, 12], [10, 42], FinishReason.STOP, 42),
-        ({"max_tokens": 2}, [10, 11, 12], [10, 11], FinishReason.LENGTH, None),
-        ({"max_tokens": 10, "ignore_eos": True}, [10, 2, 11], [10, 2, 11], None, None),
-        ({"max_tokens": 10, "min_tokens": 3}, [10, 2, 11], [10, 2, 11], None, None),
-    ],
-)
-def test_s3_what_ends_a_request(
-    params: dict[str, object], sampled: list[int], kept: list[int], finish: FinishReason | None, stop_reason: int | None
-) -> None:
-    scheduler = make_scheduler(eos=[2])
-    scheduler.add(make_request("a", range(5), params=SamplingParams(temperature=0.0, **params)))  # type: ignore[arg-type]  # table of fields
-    plan = scheduler.plan(0.0)
-    (output,) = scheduler.commit(plan, StepResult({"a": sampled}), 1.0)
-    assert output.token_ids == kept
-    assert output.finish == finish
-    assert output.stop_reason == stop_reason
-    assert scheduler.has_work() == (finish is None)
-
-
-def test_s6_nothing_is_left_after_five_requests() -> None:
-    scheduler = make_scheduler(num_blocks=101)
-    for index in range(5):
-        scheduler.add(make_request(str(index), [index] * 50, max_tokens=20))
-    outputs = run_to_end(scheduler, ScriptedExecutor(lambda _, position: position))
-    assert {request_id: len(generated(found)) for request_id, found in outputs.items()} == {
-        str(i): 20 for i in range(5)
-    }
-    assert scheduler.kv.free_blocks == 100
-    assert [block.refs for block in scheduler.kv.pool.blocks[1:]] == [0] * 100
+from dataplane.scheduling.plan import StepResult, StepSeconds
+from tests.factories.requests import ScriptedExecutor, generated, make_request, make_scheduler, run_to_end, step
 
 
 def test_running_comes_before_waiting() -> None:

@@ -1,0 +1,184 @@
+"""KV that is loaded from elsewhere while others run. Case S5 is in test_reference_cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dataplane.protocol import FinishReason
+from dataplane.request import RequestState
+from dataplane.scheduling.connector import LocalConnector
+from dataplane.scheduling.plan import Plan, StepResult
+from dataplane.scheduling.scheduler import Scheduler
+from tests.factories.requests import KVExecutor, fold_all, generated, make_request, make_scheduler, undisturbed
+
+SIZE = 4
+PROMPT = list(range(10))
+
+
+class Bench:
+    """A scheduler with a connector that holds the full blocks of some prompts, and an executor with real KV."""
+
+    def __init__(self, *prompts: Sequence[int], **options: object) -> None:
+        self.executor = KVExecutor(SIZE, lambda _: 1)
+        self.connector = LocalConnector(SIZE, self.executor.memory.load)
+        self.scheduler: Scheduler = make_scheduler(
+            **{"block_size": SIZE, "watermark": 0.0, **options, "connector": self.connector}  # type: ignore[arg-type]
+        )
+        self.keys: list[bytes] = []
+        for prompt in prompts:
+            request = make_request("keys", prompt)
+            self.scheduler.kv.match(request)
+            for index, key in enumerate(request.block_hashes):
+                ends = range(index * SIZE + 1, index * SIZE + SIZE + 1)
+                self.connector.store(key, dict(enumerate(fold_all(1, prompt[:end]) for end in ends)))
+            self.keys += request.block_hashes
+
+    def add(self, name: str, prompt: Sequence[int] = PROMPT, **fields: object) -> None:
+        self.scheduler.add(make_request(name, prompt, **fields))  # type: ignore[arg-type]  # a table of fields
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan(0.0)
+        self.outputs = self.scheduler.commit(plan, self.executor.run(plan), 0.0)
+        self.scheduler.check_integrity()
+        return plan
+
+    def finish(self, name: str) -> list[int]:
+        tokens = generated(output for output in self.outputs if output.request_id == name)
+        while self.scheduler.has_work():
+            assert self.step().tokens, "nobody runs"
+            tokens += generated(output for output in self.outputs if output.request_id == name)
+        return tokens
+
+
+def test_others_run_while_kv_is_loaded() -> None:
+    bench = Bench(PROMPT)
+    bench.add("far", max_tokens=3)
+    bench.add("near", [50, 51], max_tokens=4)
+    assert bench.step().tokens == {"near": 2}
+    assert bench.scheduler.waiting_for_remote_kv == 1
+    assert bench.scheduler.kv.held("far") == 2
+    assert bench.step().tokens == {"near": 1}
+    bench.connector.deliver()
+    plan = bench.step()
+    assert plan.tokens == {"near": 1, "far": 2}
+    assert (plan.new[0].computed, len(plan.new[0].blocks)) == (8, 3)
+    assert bench.finish("far") == undisturbed(PROMPT, 1, 3)
+
+
+def test_what_the_cache_has_is_not_loaded() -> None:
+    bench = Bench(PROMPT)
+    for key in bench.keys[:1]:
+        bench.connector.forget(key)
+    bench.add("first", PROMPT[:5], max_tokens=1)
+    assert bench.step().tokens == {"first": 5}
+    bench.add("second", max_tokens=3)
+    assert bench.step().tokens == {}
+    bench.connector.deliver()
+    assert bench.step().tokens == {"second": 2}
+    assert bench.outputs[0].cached_tokens == 8
+    assert bench.finish("second") == undisturbed(PROMPT, 1, 3)
+
+
+def test_a_load_is_cut_short_of_the_last_token() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a", PROMPT[:8], max_tokens=2)
+    assert bench.step().tokens == {}
+    bench.connector.deliver()
+    assert bench.step().tokens == {"a": 4}
+    assert bench.finish("a") == undisturbed(PROMPT[:8], 1, 2)
+
+
+def test_what_a_load_did_not_bring_is_computed() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a", max_tokens=3)
+    bench.step()
+    bench.connector.forget(bench.keys[1])
+    bench.connector.deliver()
+    assert bench.step().tokens == {"a": 6}
+    assert bench.finish("a") == undisturbed(PROMPT, 1, 3)
+
+
+def test_blocks_on_their_way_cannot_be_found() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a", max_tokens=2)
+    bench.step()
+    assert bench.scheduler.kv.match(make_request("b", PROMPT)).tokens == 0
+    bench.connector.deliver()
+    bench.step()
+    assert bench.scheduler.kv.match(make_request("b", PROMPT)).tokens == 8
+
+
+def test_an_abort_gives_the_blocks_back_when_the_load_has_ended() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a")
+    bench.step()
+    (output,) = bench.scheduler.abort(["a"], 0.0)
+    assert output.finish is FinishReason.ABORT
+    assert bench.scheduler.kv.held("a") == 2
+    bench.scheduler.check_integrity()
+    bench.add("a", [50, 51], max_tokens=2)
+    # The id is still in use by the blocks that are being written.
+    assert bench.step().tokens == {}
+    bench.connector.deliver()
+    assert bench.step().tokens == {"a": 2}
+    assert bench.finish("a") == undisturbed([50, 51], 1, 2)
+    assert bench.scheduler.kv.pool.used == 0
+
+
+def test_those_who_were_loaded_and_wait_give_way_to_those_who_run() -> None:
+    """Five blocks: "near" has a seat and two, "far" was loaded into two and waits for the seat."""
+    bench = Bench(PROMPT, num_blocks=6, max_num_seqs=2, max_num_batched_tokens=8)
+    bench.add("near", range(50, 58), max_tokens=9)
+    assert bench.step().tokens == {"near": 8}
+    far = make_request("far", PROMPT, max_tokens=2)
+    bench.scheduler.add(far)
+    assert bench.step().tokens == {"near": 1}
+    assert far.state is RequestState.WAITING_FOR_REMOTE_KV
+    bench.add("other", [70], max_tokens=9, priority=-1)
+    bench.connector.deliver()
+    # "other" has the second seat, but no block is left for it.
+    assert bench.step().tokens == {"near": 1}
+    assert (far.state, far.computed) == (RequestState.WAITING, 8)
+    assert [bench.step().tokens for _ in range(2)] == [{"near": 1}] * 2
+    # Its thirteenth token needs a fourth block: what was loaded is given up, and "other" gets one of the two.
+    assert bench.step().tokens == {"near": 1, "other": 1}
+    assert (far.computed, bench.scheduler.kv.held("far")) == (0, 0)
+
+
+def test_two_loaded_requests_that_fill_the_pool_do_not_wait_for_each_other() -> None:
+    prompts = [list(range(start, start + 10)) for start in (0, 20)]
+    bench = Bench(*prompts, num_blocks=5)
+    for name, prompt in zip("ab", prompts, strict=True):
+        bench.add(name, prompt, max_tokens=3)
+    assert bench.step().tokens == {}
+    assert bench.scheduler.kv.free_blocks == 0
+    bench.connector.deliver()
+    assert bench.step().tokens == {"a": 2}
+    tokens = generated(bench.outputs)
+    assert bench.scheduler.kv.held("b") == 0
+    while bench.scheduler.running:
+        bench.step()
+        tokens += generated(output for output in bench.outputs if output.request_id == "a")
+    assert tokens == undisturbed(prompts[0], 1, 3)
+    assert bench.step().tokens == {}
+    bench.connector.deliver()
+    assert bench.finish("b") == undisturbed(prompts[1], 1, 3)
+
+
+def test_a_request_that_may_not_read_the_cache_loads_nothing() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a", read_cache=False, max_tokens=1)
+    assert bench.step().tokens == {"a": 10}
+
+
+def test_a_deadline_passes_during_a_load() -> None:
+    bench = Bench(PROMPT)
+    bench.add("a", deadline=5.0)
+    bench.step()
+    plan = bench.scheduler.plan(6.0)
+    (output,) = bench.scheduler.commit(plan, StepResult({}), 6.0)
+    assert output.finish is FinishReason.ERROR
+    bench.connector.deliver()
+    bench.step()
+    assert bench.scheduler.kv.pool.used == 0
+    assert not bench.scheduler.has_work()
