@@ -30,11 +30,12 @@ def take_until_stop(
     for token in sampled:
         request.tokens.append(token)
         taken.append(token)
-        if request.generated >= params.min_tokens:
+        generated = request.generated
+        if generated >= params.min_tokens:
             if token in eos_token_ids and not params.ignore_eos:
                 return taken, RequestState.FINISHED_STOPPED, None
             if token in params.stop_token_ids:
                 return taken, RequestState.FINISHED_STOPPED, token
-        if request.generated >= request.max_tokens:
+        if generated >= request.max_tokens:
             return taken, RequestState.FINISHED_LENGTH, None
     return taken, None, None

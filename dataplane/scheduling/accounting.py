@@ -92,13 +92,18 @@ class Accounting:
         if not plan.tokens:
             return
         each = seconds / plan.total_tokens
+        if not each:
+            return
+        tokens = plan.tokens
         for request in live:
-            share = each * plan.tokens.get(request.request_id, 0)
+            share = each * tokens.get(request.request_id, 0)
             request.device_seconds += share
             self.tenant(request).device_seconds += share
 
     def tenant(self, request: Request) -> TenantService:
         """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
         tenants = self.scheduling.tenants
-        name = request.tenant if request.tenant in tenants or len(tenants) < MAX_TENANTS else OTHER_TENANTS
-        return tenants.setdefault(name, TenantService())
+        found = tenants.get(request.tenant)
+        if found is not None:
+            return found
+        return tenants.setdefault(request.tenant if len(tenants) < MAX_TENANTS else OTHER_TENANTS, TenantService())

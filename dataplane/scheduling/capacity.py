@@ -29,12 +29,9 @@ class Room:
         self._block_size, self._usable = block_size, usable
         self._watermark = math.ceil(config.watermark * usable)
         self._reserve = reserve_max if reserve is None and config.capacity is Capacity.RESERVE_MAX else reserve
-        self._promised: dict[str, int] = {}
-
-    @property
-    def promises(self) -> bool:
-        """Whether blocks are kept free for anyone."""
-        return bool(self._promised)
+        self.reserves = self._reserve is not None
+        self.promised: dict[str, int] = {}
+        """Blocks that are kept free, by the request they are for."""
 
     def check(self, request: Request) -> None:
         """Raises RequestError when a request, with its forks where they are reserved for, is larger than the pool."""
@@ -58,7 +55,7 @@ class Room:
 
         `forks` are blocks that the admitted request's own forks will need.
         """
-        return (0 if alone else self._watermark) + sum(self._promised.values()) + forks
+        return (0 if alone else self._watermark) + sum(self.promised.values()) + forks
 
     def forks(self, request: Request) -> int:
         """Blocks that the forks of a request will take beside the full blocks of its prompt, if they are reserved."""
@@ -70,8 +67,8 @@ class Room:
     def promise(self, request: Request, blocks: int) -> None:
         """Keep `blocks` free for a request until it is kept or forgotten."""
         if blocks:
-            self._promised[request.request_id] = blocks
+            self.promised[request.request_id] = blocks
 
     def keep(self, request: Request) -> None:
         """The request has what it was promised, or needs it no more."""
-        self._promised.pop(request.request_id, None)
+        self.promised.pop(request.request_id, None)

@@ -50,6 +50,18 @@ class Draft:
         self.pairs += count * start + count * (count + 1) // 2
         self.context += end
 
+    def decode(self, request: Request) -> None:
+        """What `schedule` does for one token after the last sampled one: most of what a step holds."""
+        end = request.computed = request.computed + 1
+        request_id = request.request_id
+        self.budget -= 1
+        self.tokens[request_id] = 1
+        self.samples.add(request_id)
+        self.requests.append(request)
+        request.placeholders += self.ahead
+        self.pairs += end
+        self.context += end
+
     def begin(self, request: Request, kv: KVManager, stop_ids: tuple[int, ...], parent: str = "") -> None:
         """Send `request` whole, as it stands before its tokens are scheduled."""
         self.new.append(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from dataplane.protocol import SamplingParams, TokenLogprob
 
 
@@ -51,8 +53,7 @@ class Transfers:
         return bool(self.swap_out or self.swap_in or self.copies)
 
 
-@dataclass(frozen=True, slots=True)
-class RunningRequest:
+class RunningRequest(msgspec.Struct, frozen=True):
     """What changed for a request the executor holds: blocks appended to its table, tokens computed so far.
 
     `replaced` is (index, block id): an entry the table already had, now the request's own copy of what was shared.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
 import pytest
 
 from dataplane.protocol import FinishReason
@@ -241,3 +244,33 @@ def test_a_preempted_request_keeps_its_first_times_and_tokens() -> None:
     step(scheduler, 2.0)
     assert new.state is RequestState.PREEMPTED
     assert (new.scheduled, new.first_token, new.generated, new.computed) == (1.0, 1.0, 1, 0)
+
+
+class WatchedTokens(list[int]):
+    """Counts the tokens that are read through it."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        WatchedTokens.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(index)
+        WatchedTokens.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_step_does_not_read_history(steps_in_flight: int) -> None:
+    """Of each token that is generated, two are read: once for the block's hash, once for its event."""
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=4096, steps_in_flight=steps_in_flight)
+    for name in "abc":
+        scheduler.add(make_request(name, [ord(name)] * 1000, max_tokens=500))
+    step(scheduler)
+    for request in scheduler.running:
+        request.tokens = WatchedTokens(request.tokens)
+    WatchedTokens.read = 0
+    for _ in range(200):
+        assert step(scheduler).total_tokens == 3
+    assert 0 < WatchedTokens.read <= 2 * 3 * 200 + 2 * 3 * 4
