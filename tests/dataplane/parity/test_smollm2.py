@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, mode
 from transformers.utils import logging
 
 from dataplane.llm import LLM
-from dataplane.protocol import SamplingParams
+from dataplane.protocol import Grammar, GrammarKind, SamplingParams
 
 TIE = 1e-4
 COUNT = 12
@@ -217,3 +217,65 @@ def test_a_seeded_request_draws_the_same_tokens_whoever_shares_its_batch(llm: LL
     assert beside == alone
     other = llm.generate([prompts[0]], SamplingParams(temperature=0.9, seed=99, max_tokens=COUNT, ignore_eos=True))
     assert other[0].token_ids != alone
+
+
+@pytest.mark.timeout(900)
+def test_log_probabilities_are_transformers_log_softmax(llm: LLM, oracle: Oracle, prompts: list[list[int]]) -> None:
+    """Of prompts (some longer than one chunk) and of outputs drawn with a temperature, to 1e-4."""
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=8, ignore_eos=True, logprobs=5, prompt_logprobs=2, frequency_penalty=1.0
+    )
+    chosen = [prompts[0], prompts[11], prompts[38], prompts[41], prompts[42]]
+    assert max(map(len, chosen)) > llm.config.scheduler.max_num_batched_tokens > min(map(len, chosen))
+    for made in llm.generate(chosen, params):
+        sequence = [*made.prompt_token_ids, *made.token_ids]
+        with torch.inference_mode():
+            rows = torch.log_softmax(oracle.model(torch.tensor([sequence])).logits[0], dim=-1)
+        assert made.prompt_logprobs is not None
+        assert made.logprobs is not None
+        scored = [*made.prompt_logprobs, *made.logprobs]
+        assert scored[0] is None
+        assert len(scored) == len(sequence)
+        for position, one in enumerate(scored[1:], start=1):
+            assert one is not None
+            row = rows[position - 1]
+            assert one.token_id == sequence[position]
+            ours = torch.tensor([one.logprob, *(value for _, value in one.top)])
+            theirs = torch.tensor([row[one.token_id], *row.topk(len(one.top)).values])
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=TIE)
+            assert abs(int((row > row[one.token_id]).sum()) + 1 - one.rank) <= max(1, one.rank // 100)
+
+
+def test_two_steps_in_flight_and_a_host_tier_change_no_token(llm: LLM, prompts: list[list[int]]) -> None:
+    """Overlapped, in a pool that is too small, with swap and offload, against the undisturbed engine."""
+    chosen = [*prompts[:12], *prompts[36:40], *prompts[-4:]]
+    held = Grammar(kind=GrammarKind.REGEX, text="[a-z]{2,7}( [a-z]{2,7}){3,9}")
+    kinds = (
+        GREEDY,
+        SamplingParams(temperature=0.8, seed=1, max_tokens=COUNT, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=2, max_tokens=COUNT, grammar=held),
+    )
+    params = [kinds[index % 3] for index in range(len(chosen))]
+    expected = [completion.token_ids for completion in llm.generate(chosen, params)]
+    tight = LLM(
+        "smollm2", threads=2, num_blocks=41, max_model_len=640, steps_in_flight=2, preemption="swap", host_blocks=128
+    )
+    for _ in range(2):
+        assert [completion.token_ids for completion in tight.generate(chosen, params)] == expected
+        assert_everything_is_free(tight)
+    counters = tight.core.stats().counters
+    assert counters.scheduling.preemptions["swap"] > 0
+    assert counters.memory.host_hits > 0
+
+
+def test_samples_of_one_prompt_are_requests_with_those_seeds(llm: LLM, prompts: list[list[int]]) -> None:
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(temperature=1.0, seed=seed, max_tokens=COUNT, ignore_eos=True)
+
+    for prompt in (prompts[0], prompts[40]):
+        apart = [llm.generate([prompt], params(70 + k))[0].token_ids for k in range(4)]
+        assert len({tuple(tokens) for tokens in apart}) == 4
+        copied = llm.core.stats().counters.memory.copied
+        assert [made.token_ids for made in llm.generate([prompt], params(70), n=4)] == apart
+        assert llm.core.stats().counters.memory.copied - copied == (3 if len(prompt) % 16 else 0)
+        assert_everything_is_free(llm)
