@@ -8,7 +8,7 @@ which they were asked for:
 - in: the source is held, so that no later move out is given the same host block.
 - copies: likewise the source. No block is both read and written by them, so their order does not matter either.
 
-Of two moves to one block the later counts: the earlier one's block was given back in between.
+Of two moves to one block the later counts: the block was given back in between. A copy does anyway, as it comes last.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class MoveLog:
             self._device.release([source])
         else:
             self.sources[source.block_id] = source
-        self._in.pop(target.block_id, None)
         # What is itself a copy of this step is taken from where that one comes from.
         self._copies[target.block_id] = self._copies.get(source.block_id, source.block_id)
 

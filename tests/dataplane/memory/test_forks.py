@@ -110,6 +110,32 @@ def test_full_blocks_that_forks_fill_are_named_by_their_own_tokens() -> None:
     assert manager.match(make_request("9", [*range(6), 50, 61, 0])).tokens == 4
 
 
+def test_a_fork_may_begin_at_an_earlier_point_than_its_parent_has_reached() -> None:
+    manager = KVManager(20, 4)
+    parent = make_request("0", range(8))
+    start(manager, parent)
+    child = make_request("1", range(6))
+    manager.fork(parent, child)
+    child.computed = 6
+    assert append(manager, parent, 50) == [3]
+    assert manager.copied == 0, "the parent is past the block they share"
+    append(manager, child, 60, 61)
+    assert manager.take_replaced("1") == (1, 4)
+    assert manager.take_transfers().copies == ((2, 4),)
+    assert manager.match(make_request("8", [*range(6), 60, 61, 0])).tokens == 8
+    assert manager.match(make_request("9", [*range(8), 0])).tokens == 8
+
+
+def test_a_copy_this_step_still_makes_is_not_swapped_out_in_it() -> None:
+    manager = KVManager(20, SIZE, host_blocks=8)
+    parent, child = samples(manager, 20, 2)
+    append(manager, parent, 7)
+    assert not manager.swap_out(parent)
+    assert manager.swap_out(child)
+    manager.take_transfers()
+    assert manager.swap_out(parent)
+
+
 def test_a_fork_of_what_is_not_computed_is_refused() -> None:
     manager = KVManager(20, SIZE)
     parent = make_request("0", range(40))

@@ -138,6 +138,18 @@ def test_events_tell_of_the_device_alone() -> None:
     assert len(removed) == 3
 
 
+def test_contents_that_another_device_block_has_too_are_not_moved() -> None:
+    manager = KVManager(5, 4, host_blocks=8)
+    held, twin = make_request("a", [1] * 4), make_request("b", [1] * 4, read_cache=False)
+    start(manager, held)
+    start(manager, twin)
+    manager.free(twin)
+    start(manager, make_request("c", [2] * 12))
+    assert manager.pool.evictions == 1
+    assert not manager.take_transfers()
+    assert manager.host.cached == 0
+
+
 def test_no_host_memory_moves_nothing() -> None:
     manager = filled(0)
     assert not manager.take_transfers()

@@ -135,6 +135,22 @@ def test_k6_an_allocation_that_does_not_fit_changes_nothing() -> None:
     manager.check_integrity()
 
 
+def test_k6_cached_blocks_that_nobody_holds_count_among_those_wanted() -> None:
+    manager = KVManager(6, 16)
+    cached = make_request("0", COMMON)
+    start(manager, cached)
+    start(manager, make_request("1", [9] * 16))
+    manager.free(cached)
+    assert manager.free_blocks == 4
+    request = make_request("2", COMMON + [5] * 32)
+    match = manager.match(request)
+    assert match.tokens == 48
+    assert manager.allocate(request, 32, match) is None, "3 blocks to wake and 2 to take"
+    assert [block.refs for block in match.device] == [0, 0, 0]
+    assert manager.allocate(request, 16, match) == [1, 2, 3, 5]
+    manager.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "hit"),
     [
