@@ -95,6 +95,54 @@ def grammar(*, model: str, only: str, json_path: Path | None) -> None:
         refuse(str(error))
 
 
+@bench.command()
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, path_type=Path),
+    help="Folder of public traces, or one of them.  [default: none; parts that need one are skipped]",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Profile of DistServe's with OPT-13B.  [default: its A100 one, built in]",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(["overhead", "batching", "capacity", "chunking", "fairness", "cache"]),
+    help="Run this part; may be given several times.",
+)
+@click.option("--seed", default=0, show_default=True, type=int, help="Of made-up lengths and arrivals.")
+@click.option("--quick", is_flag=True, help="Small sizes: the directions stay, the figures are rough.")
+@json_option
+def scheduler(
+    *,
+    trace: Path | None,
+    calibration: Path | None,
+    only: tuple[str, ...],
+    seed: int,
+    quick: bool,
+    json_path: Path | None,
+) -> None:
+    """Measure what each scheduling policy gains and costs, over the real scheduler and a simulated machine.
+
+    Batching modes, KV capacity, chunked prefill, fairness, cache-aware order; and what scheduling itself takes. Each
+    beside a control and the regime where it loses.
+    """
+    from dataplane.bench.report import emit
+    from dataplane.bench.scheduler import run
+    from dataplane.bench.traces import TraceError
+
+    def tell(part: str) -> None:
+        click.echo(f"{part} …", err=True)
+
+    try:
+        report = run(trace, calibration=calibration, only=only, seed=seed, quick=quick, tell=tell)
+    except TraceError as error:
+        refuse(str(error))
+    emit(report, json_path)
+
+
 def refuse(sentence: str) -> NoReturn:
     click.echo(f"Error: {sentence}", err=True)
     sys.exit(EXIT_USAGE)

@@ -1,0 +1,138 @@
+"""What it gains to cut prompts into chunks, and what it costs.
+
+Layer: service. One knob: how many tokens a step may hold. Source: Agrawal et al., Sarathi-Serve (2024). The control is
+the total of prefill work, which chunking must not lower: it moves work, it saves none. The losing regime is the time
+to the first token, which the same rows show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from dataplane.bench.report import Table
+from dataplane.bench.scheduling.case import A100_80G_SLOTS, MANY, SchedulerCase, Section, pool
+from dataplane.bench.simulated import Outcome, simulate
+from dataplane.bench.traces import TraceMissingError, Traces
+from dataplane.bench.workload import Lengths, lengths_of, percentile, poisson, requests_of
+from dataplane.scheduling.config import SchedulerConfig
+from dataplane.scheduling.draft import Draft
+from dataplane.scheduling.scheduler import Scheduler
+
+CHUNKS = (256, 512, 1024, 2048)
+LONGEST = 4096
+"""Prompt and output together, of the requests taken from a trace."""
+LOADS = {"conv": 0.8, "arxiv": 0.9}
+"""Arrivals as a share of what prefill-first does when all requests wait."""
+
+
+class PrefillFirst(Scheduler):
+    """What chunked prefill is measured against, vLLM's order of 2023: while a prompt can be admitted, steps hold
+    whole prompts only, and those who decode wait. The budget must hold the longest prompt."""
+
+    def _plan_running(self, draft: Draft, now: float) -> bool:
+        self._admit(draft, now)
+        return not draft.tokens and super()._plan_running(draft, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Percentiles in seconds. `prefill_s` is the prefill work as the profile charges it alone."""
+
+    itl_p50: float
+    itl_p99: float
+    itl_max: float
+    ttft_p50: float
+    ttft_p99: float
+    throughput: float
+    prefill_tokens: int
+    prefill_s: float
+    preemptions: int
+
+
+def run_chunk(chunk: int | None, lengths: list[Lengths], case: SchedulerCase, rate: float | None) -> Latency:
+    """A token budget of `chunk`, or prefill-first; `rate` requests per second, or all at once."""
+    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=chunk or LONGEST, max_waiting=MANY)
+    arrivals = None if rate is None else poisson(rate, case.seed)
+    make = PrefillFirst if chunk is None else Scheduler
+    outcome = simulate(requests_of(lengths, arrivals), config, pool(A100_80G_SLOTS), cost=case.cost, make=make)
+    return latency_of(outcome)
+
+
+def latency_of(outcome: Outcome) -> Latency:
+    return Latency(
+        itl_p50=percentile(outcome.itl, 0.5),
+        itl_p99=percentile(outcome.itl, 0.99),
+        itl_max=max(outcome.itl, default=0.0),
+        ttft_p50=percentile(outcome.ttft, 0.5),
+        ttft_p99=percentile(outcome.ttft, 0.99),
+        throughput=outcome.throughput,
+        prefill_tokens=outcome.prefill_tokens,
+        prefill_s=outcome.prefill_s,
+        preemptions=outcome.preemptions,
+    )
+
+
+def chunking(case: SchedulerCase, traces: Traces) -> Section:
+    """Results: lengths → {`rate` (requests/s), `steps` → "prefill-first" or chunk → Latency}.
+
+    Raises TraceMissingError without either trace.
+    """
+    section = Section()
+    missing = None
+    for name, role in (("azure conv", "conv"), ("arxiv", "arxiv")):
+        count = case.size(600, 150)
+        try:
+            lengths = lengths_of(traces.read(role, 2 * count).rows, LONGEST)[:count]
+        except TraceMissingError as error:
+            missing = error
+            continue
+        rate, found = frontier(lengths, case, LOADS[role])
+        section.tables.append(_table(name, len(lengths), rate, LOADS[role], found))
+        steps = {budget: asdict(latency) for budget, latency in found.items()}
+        section.results[name] = {"rate": rate, "steps": steps}
+    if missing is not None and not section.tables:
+        raise missing
+    return section
+
+
+def frontier(lengths: list[Lengths], case: SchedulerCase, load: float) -> tuple[float, dict[str, Latency]]:
+    """Requests/s that arrive, and what each budget makes of them, the largest first."""
+    most = run_chunk(None, lengths, case, None).throughput
+    rate = load * most * len(lengths) / sum(output for _, output in lengths)
+    found = {"prefill-first": run_chunk(None, lengths, case, rate)}
+    return rate, found | {str(chunk): run_chunk(chunk, lengths, case, rate) for chunk in reversed(CHUNKS)}
+
+
+def _table(name: str, count: int, rate: float, load: float, found: dict[str, Latency]) -> Table:
+    base = found["prefill-first"]
+    rows = tuple(
+        (
+            budget,
+            f"{1000 * each.itl_p50:.0f}",
+            f"{1000 * each.itl_p99:.0f} ({base.itl_p99 / each.itl_p99:.1f}x)",
+            f"{1000 * each.itl_max:.0f} ({base.itl_max / each.itl_max:.1f}x)",
+            f"{each.ttft_p50:.2f}",
+            f"{each.ttft_p99:.2f} ({each.ttft_p99 / base.ttft_p99:.2f}x)",
+            f"{each.throughput:.1f} ({each.throughput / base.throughput - 1:+.2%})",
+            f"{each.prefill_tokens:,}",
+            f"{each.prefill_s / base.prefill_s:.2f}",
+        )
+        for budget, each in found.items()
+    )
+    return Table(
+        f"Chunked prefill, {name} lengths (n = {count}, {rate:.2f} requests/s, {load:.0%} of capacity)",
+        (
+            "tokens a step",
+            "ITL p50 ms",
+            "ITL p99 (gain)",
+            "ITL max (gain)",
+            "TTFT p50 s",
+            "TTFT p99 (price)",
+            "tokens/s",
+            "prefill tokens",
+            "prefill work",
+        ),
+        rows,
+        "Control: the prefill tokens are the same and the work for them is not lower (it rises by the fixed cost of "
+        "further steps). Throughput is that of the arrivals.",
+    )
