@@ -66,6 +66,25 @@ def test_swapping_out_fails_whole_when_host_memory_has_no_room() -> None:
     manager.check_integrity()
 
 
+def test_blocks_that_are_in_host_memory_already_take_room_there_as_well() -> None:
+    manager = KVManager(9, 4, host_blocks=3)
+    request, other = make_request("0", PROMPT), make_request("1", [9] * 3)
+    start(manager, request)
+    assert manager.swap_out(request)
+    assert manager.swap_in(request, 0) is not None
+    manager.take_transfers()
+    start(manager, other)
+    assert manager.swap_out(other)
+    assert (manager.host.used, manager.host.cached) == (1, 2)
+    manager.take_transfers()
+    assert not manager.swap_out(request), "its two full blocks are there, and then there is no room for its last one"
+    assert manager.host.used == 1
+    manager.drop_swapped(other)
+    assert manager.swap_out(request)
+    assert len(manager.take_transfers().swap_out) == 1
+    manager.check_integrity()
+
+
 def test_without_host_memory_or_blocks_nobody_swaps() -> None:
     manager = KVManager(9, 4)
     request = make_request("0", PROMPT)
