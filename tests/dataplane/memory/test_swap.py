@@ -32,6 +32,8 @@ def test_a_request_comes_back_with_its_tokens_and_room_for_more() -> None:
     assert len(table) == 3
     assert manager.take_transfers().swap_in == tuple(zip((0, 1, 2), table, strict=True))
     assert not manager.is_swapped("0")
+    match = manager.match(make_request("2", PROMPT))
+    assert (match.tokens, match.host_tokens) == (8, 0), "its full blocks are found on the device at once"
     assert (manager.swapped_out, manager.swapped_in) == (3, 3)
     assert manager.host.used == 0
     manager.check_integrity()
