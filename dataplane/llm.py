@@ -152,6 +152,8 @@ class LLM:
                     running[request_id] = _Progress(request, detokenizer)
             for output in self.core.step():
                 self._take(output, running, done)
+            if pause_s := self.core.pause_s:
+                time.sleep(pause_s)
         return [done[request_id] for request in requests for request_id in (request.request_id, *request.forks)]
 
     def _take(self, output: RequestOutput, running: dict[str, _Progress], done: dict[str, Completion]) -> None:
