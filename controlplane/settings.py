@@ -174,11 +174,11 @@ def require_database_url(url: Secret) -> None:
 
 def require_redis_url(url: Secret) -> None:
     """Raise SettingsError, without quoting the URL, when REDIS_URL has not the right form."""
-    from redis.connection import parse_url
+    from redis import Redis
 
     try:
         parts = urlsplit(url.reveal())
-        parse_url(url.reveal())
+        Redis.from_url(url.reveal()).close()
     except ValueError:
         raise SettingsError(f"REDIS_URL is not a URL of the form {REDIS_SHAPE}") from None
     numbered = (parts.path.strip("/") or "0").isdecimal()

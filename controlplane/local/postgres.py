@@ -196,7 +196,7 @@ class EmbeddedPostgres:
 
     def _launch(self, folder: Path, user: str | None, deadline: float) -> None:
         if self._chosen_port:
-            ports.require_free(self._chosen_port, "PostgreSQL", "--port-postgres")
+            ports.require_free(ports.Listener(self._chosen_port, "PostgreSQL", "--port-postgres"))
         sockets = self._socket_folder(user)
         while True:
             self.port = self._chosen_port or ports.free_ports(1)[0]
