@@ -160,7 +160,7 @@ def bucket_error(*quantiles: Quantiles) -> str:
 
 
 def _within(error: float) -> str:
-    """A bucket's width, 0.0905, as "±9 %"; rounding hides nothing, because a quantile is shown as its bucket's middle."""
+    """A bucket's width, 0.0905, as "±9 %"; rounding hides nothing, a quantile is shown as its bucket's middle."""
     return f"±{max(round(error * 100), 1)} %"
 
 
