@@ -60,7 +60,7 @@ def tenant() -> None:
 @click.argument("slug")
 @click.option("--name", default=None, help="Display name; the slug when left out.")
 @MODEL
-@click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
+@click.option("--priority", type=int, default=0, show_default=True, help="Lower goes first.")
 @IDEMPOTENCY
 @_talks
 def create_tenant(
