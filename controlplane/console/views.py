@@ -204,7 +204,7 @@ def _counted(figures: Figures, n: int) -> str:
 def _causes(counts: dict[str, int]) -> tuple[str, ...]:
     """The most frequent first; past `MAX_CAUSES` only how many more there are."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    named = [f"{cause} {presenters.count(n)}" for cause, n in ordered[:MAX_CAUSES]]
+    named = [f"{cause}\N{NO-BREAK SPACE}{presenters.count(n)}" for cause, n in ordered[:MAX_CAUSES]]
     return (*named, f"and {len(ordered) - MAX_CAUSES} more") if len(ordered) > MAX_CAUSES else tuple(named)
 
 
