@@ -7,10 +7,10 @@ runs the application in one worker process, which the kernel ends with its paren
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import ipaddress
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
-from controlplane.settings import Secret, Settings, SettingsError
+from controlplane.parent import die_with
+from controlplane.settings import LOG_LEVELS, Secret, Settings, SettingsError, require_database_url
 
 if TYPE_CHECKING:
     from litestar import Litestar
@@ -28,8 +29,6 @@ Answer = TypeVar("Answer")
 DEFAULT_PORTS = {"gateway": 7301, "control": 7300}
 KILL_TIMEOUT_S = 5
 """Granian waits for open streams; after this it does not."""
-SHORTEST_SECRET = 16
-PR_SET_PDEATHSIG = 1
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -50,10 +49,7 @@ def serve(role: str, host: str, port: int | None) -> None:
     from controlplane.logs import configure_logging, logging_config
 
     settings = _settings()
-    try:
-        configure_logging(settings)
-    except SettingsError as error:
-        _fail(str(error), EXIT_USAGE)
+    configure_logging(settings)
     port = DEFAULT_PORTS[role] if port is None else port
     _require_free(host, port)
     server = Granian(
@@ -79,24 +75,16 @@ def serve(role: str, host: str, port: int | None) -> None:
 
 def load_application(role: str) -> Litestar:
     """Runs in granian's worker: tie its life to the parent's, then build the application."""
-    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with(parent.pid)
     from controlplane import app
 
     return app.gateway() if role == "gateway" else app.control()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent does. Linux only; call it from the main thread."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(EXIT_FAILED)  # it was gone before the kernel knew
-
-
 @click.command()
-@click.option("--log-level", default="INFO", show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="INFO", show_default=True)
 def worker(log_level: str) -> None:
     """Run the Celery worker, with beat, until SIGTERM or Ctrl-C."""
     settings = _settings()
@@ -140,31 +128,29 @@ def current() -> None:
 
 def _settings() -> Settings:
     try:
-        settings = Settings.from_env()
+        return Settings.from_env()
     except SettingsError as error:
         _fail(str(error), EXIT_USAGE)
-    for name in ("internal_token", "session_secret"):
-        if len(getattr(settings, name).reveal()) < SHORTEST_SECRET:
-            _fail(f"TIDEGATE_{name.upper()} must have at least {SHORTEST_SECRET} characters", EXIT_USAGE)
-    return settings
 
 
 def _database_url() -> Secret:
-    url = os.environ.get("DATABASE_URL", "")
+    url = Secret(os.environ.get("DATABASE_URL", ""))
     if not url:
         _fail("DATABASE_URL is not set", EXIT_USAGE)
-    return Secret(url)
+    try:
+        require_database_url(url)
+    except SettingsError as error:
+        _fail(str(error), EXIT_USAGE)
+    return url
 
 
 def _reach(action: Callable[[], Answer]) -> Answer:
     """`action`'s answer, or one sentence when the database is away, forbidden or newer than this version."""
     from alembic.util import CommandError
-    from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         return action()
-    except ArgumentError:
-        _fail("DATABASE_URL is not a URL like postgresql://user:password@host:port/name", EXIT_USAGE)
     except CommandError as error:
         _fail(f"cannot migrate: {error}", EXIT_FAILED)
     except SQLAlchemyError as error:
@@ -174,12 +160,18 @@ def _reach(action: Callable[[], Answer]) -> Answer:
 
 def _require_free(host: str, port: int) -> None:
     """Granian listens with SO_REUSEPORT, so two servers would share a port in silence: ask without it first."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        _fail(f"--host {host!r} is not an IP address such as 127.0.0.1 or 0.0.0.0", EXIT_USAGE)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            _fail(f"--host {host} is not an address of this machine", EXIT_USAGE)
         _fail(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port", EXIT_PORT_IN_USE)
 
 

@@ -8,12 +8,10 @@ is idempotent by itself; the process tree dies with its parent, so a job may als
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import logging
 import os
 import random
-import signal
 import socket
 import sys
 import threading
@@ -32,6 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from controlplane.db import after_commit, create_engine, transaction
 from controlplane.logs import configure_logging
 from controlplane.outage import away
+from controlplane.parent import die_with
 from controlplane.settings import Settings
 from controlplane.telemetry.taskstats import TaskStats
 
@@ -49,7 +48,6 @@ BEAT_INTERVAL_S = 1
 BEAT_LOCK_S = 15
 """A beat that does not extend its lock within this time is dead to the others."""
 BEAT_RESTART_S = 2.0
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +313,3 @@ def _connect(app: Worker, keeper: BeatKeeper) -> None:
     signals.worker_process_init.connect(child_started, weak=False)
     signals.worker_process_shutdown.connect(child_ends, weak=False)
     signals.worker_ready.connect(ready, weak=False)
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent dies. Linux only; call it from the main thread."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it was gone before the kernel knew

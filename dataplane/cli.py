@@ -58,7 +58,12 @@ def _engine_options(command: Any) -> Any:
 @click.option("--advertise-url", help="Address gateways reach this replica at.  [default: http://HOST:PORT]")
 @click.option("--control-url", default="", help="Control plane to report to; none keeps everything here.")
 @click.option(
-    "--home", default=Path(".tidegate"), show_default=True, type=click.Path(path_type=Path), help="Folder for files."
+    "--home",
+    default=Path(".tidegate"),
+    show_default=True,
+    envvar="TIDEGATE_HOME",
+    type=click.Path(path_type=Path),
+    help="Folder for files.",
 )
 @click.option(
     "--drain-seconds", default=5.0, show_default=True, type=click.FloatRange(0.0), help="Grace for running requests."

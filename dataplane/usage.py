@@ -108,7 +108,8 @@ class UsageJournal:
         self._write()
         retired, self._closing = self._closing, []
         try:
-            await asyncio.to_thread(_sync, [*retired, self._file], retired)
+            # Shielded: who is cancelled here must not leave retired files open and not durable.
+            await asyncio.shield(asyncio.to_thread(_sync, [*retired, self._file], retired))
         except OSError as error:
             logger.warning("cannot make usage records durable: %s", error)
 

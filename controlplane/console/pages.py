@@ -41,9 +41,9 @@ class Form:
         return self.errors.get(name, "")
 
     @classmethod
-    def refused(cls, values: Mapping[str, str], error: TidegateError, fields: frozenset[str]) -> Form:
-        """The form again, with the service's sentence at the field it names."""
-        name = error.param if error.param in fields else ""
+    def refused(cls, values: Mapping[str, str], error: TidegateError) -> Form:
+        """The form again as it was filled in, with the service's sentence at the field it names."""
+        name = error.param if error.param in values else ""
         return cls(values=values, errors={name or "": sentence(error.message)})
 
 

@@ -129,7 +129,7 @@ def _figure(evidence: Evidence, text: str, unit: str) -> Figure:
         text=text,
         unit=unit,
         kind=str(evidence.kind),
-        note=f"±{math.ceil(evidence.error * 100):d} %" if evidence.error > 0 else "",
+        note=_within(evidence.error) if evidence.error > 0 else "",
         n=count(evidence.n) if evidence.n is not None else "",
         value=evidence.value,
     )
@@ -149,14 +149,19 @@ def quantile_row(label: str, quantiles: Quantiles, *, side: str, hint: str) -> Q
 
 
 def bucket_error(*quantiles: Quantiles) -> str:
-    """The largest bucket error among the quantiles, "±10 %", or "" when there are none."""
+    """The largest bucket error among the quantiles, "±9 %", or "" when there are none."""
     errors = [
         evidence.error
         for each in quantiles
         for evidence in (each.p50, each.p95, each.p99)
         if evidence is not None and not evidence.above
     ]
-    return f"±{math.ceil(max(errors) * 100):d} %" if errors and max(errors) > 0 else ""
+    return _within(max(errors)) if errors and max(errors) > 0 else ""
+
+
+def _within(error: float) -> str:
+    """A bucket's width, 0.0905, as "±9 %"; rounding hides nothing, a quantile is shown as its bucket's middle."""
+    return f"±{max(round(error * 100), 1)} %"
 
 
 def window_label(seconds: int) -> str:

@@ -58,10 +58,12 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """How requests ended: how many, and each cause with its own count."""
+
     label: str
     count: str
     tone: str
-    reasons: str
+    causes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +183,16 @@ def _stats(total: Figures, series: Series, window: str) -> tuple[Stat, ...]:
 
 
 OUTCOMES = (("Refused", "refused", "warn"), ("Failed", "failed", "bad"))
+MAX_CAUSES = 20
 
 
 def _outcomes(total: Figures) -> tuple[Outcome, ...]:
-    rows = [Outcome("Finished", _counted(total, sum(total.finished.values())), "muted", _reasons(total.finished))]
+    rows = [Outcome("Finished", _counted(total, sum(total.finished.values())), "muted", _causes(total.finished))]
     for label, name, colour in OUTCOMES:
         counts: dict[str, int] = getattr(total, name)
         n = sum(counts.values())
-        rows.append(Outcome(label, _counted(total, n), colour if n else "muted", _reasons(counts)))
-    rows.append(Outcome("Cancelled", _counted(total, total.cancelled), "muted", "by the client"))
+        rows.append(Outcome(label, _counted(total, n), colour if n else "muted", _causes(counts)))
+    rows.append(Outcome("Cancelled", _counted(total, total.cancelled), "muted", ("by the client",)))
     return tuple(rows)
 
 
@@ -198,9 +201,11 @@ def _counted(figures: Figures, n: int) -> str:
     return presenters.NONE if figures.request_rate is None else presenters.count(n)
 
 
-def _reasons(counts: dict[str, int]) -> str:
+def _causes(counts: dict[str, int]) -> tuple[str, ...]:
+    """The most frequent first; past `MAX_CAUSES` only how many more there are."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{reason} {presenters.count(n)}" for reason, n in ordered[:3])
+    named = [f"{cause}\N{NO-BREAK SPACE}{presenters.count(n)}" for cause, n in ordered[:MAX_CAUSES]]
+    return (*named, f"and {len(ordered) - MAX_CAUSES} more") if len(ordered) > MAX_CAUSES else tuple(named)
 
 
 def _scope(row: ScopedFigures) -> ScopeRow:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,7 +90,8 @@ class RequestLog:
     def __init__(self, path: Path, *, on_dropped: Callable[[int], None] = lambda _: None) -> None:
         self._path = path
         self._on_dropped = on_dropped
-        self._waiting: list[bytes] = []
+        self._waiting: deque[bytes] = deque()
+        self._writing = threading.Lock()
         self._arrived = asyncio.Event()
         self._failing = False
 
@@ -108,12 +111,21 @@ class RequestLog:
             await asyncio.sleep(FLUSH_S)
 
     async def flush(self) -> None:
-        """Write everything queued so far."""
-        lines, self._waiting = self._waiting, []
-        if lines:
-            await asyncio.to_thread(self._append, lines)
+        """Write everything queued so far.
 
-    def _append(self, lines: list[bytes]) -> None:
+        Lines leave the queue in the thread that writes them: a flush that is cancelled before its thread has begun
+        loses none, and the next one waits for one that has.
+        """
+        if self._waiting or self._writing.locked():
+            await asyncio.to_thread(self._append)
+
+    def _append(self) -> None:
+        with self._writing:
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if lines:
+                self._write(lines)
+
+    def _write(self, lines: list[bytes]) -> None:
         content = b"\n".join(lines) + b"\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

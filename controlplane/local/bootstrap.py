@@ -78,6 +78,14 @@ async def bootstrap(home: Home, settings: Settings, pool: str, served_model: str
     return admin, demo
 
 
+def require_undamaged(home: Home) -> None:
+    """Raise LocalError when a file that a start needs is there and cannot be used; secrets not yet there are made."""
+    for name in ("internal", "session", "metrics"):
+        home.secret(name)
+    load_struct(home.admin_file, Admin)
+    load_struct(home.demo_file, Demo)
+
+
 async def _works(session: AsyncSession, key: str) -> bool:
     """True when `key` is a live key of this database."""
     try:

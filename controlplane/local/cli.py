@@ -5,7 +5,6 @@ Layer: service. Every expected failure is one sentence on standard error; a trac
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from controlplane.local.errors import ExitCode, LocalError
 from controlplane.local.ports import LOOPBACK
+from controlplane.settings import default_home
 
 EXIT_CODES = """
 \b
@@ -27,17 +27,14 @@ Exit codes:
     3  a port is in use
     4  the disk is full
     5  no permission to write or read a file
-    6  DATABASE_URL or REDIS_URL is broken or does not answer
+    6  DATABASE_URL or REDIS_URL does not answer or cannot be used
     7  the data folder was made by another PostgreSQL major version
     8  another `tidegate up` owns this home folder
     9  a process did not become ready
    10  something that must be installed is not
+   11  a file in the data folder is damaged
   130  killed by a second Ctrl-C
 """
-
-
-def _default_home() -> Path:
-    return Path(os.environ.get("TIDEGATE_HOME") or ".tidegate")
 
 
 @click.command(epilog=EXIT_CODES)
@@ -46,7 +43,7 @@ def _default_home() -> Path:
     type=click.Path(path_type=Path, file_okay=False),
     help="Data folder. Default: TIDEGATE_HOME or ./.tidegate.",
 )
-@click.option("--host", default=LOOPBACK, show_default=True, help="Address the gateway and the console listen on.")
+@click.option("--host", default=LOOPBACK, show_default=True, help="IP address the gateway and the console listen on.")
 @click.option("--port-control", type=click.IntRange(1, 65535), help="Console and admin API.  [default: 7300]")
 @click.option("--port-gateway", type=click.IntRange(1, 65535), help="Tenants' API.  [default: 7301]")
 @click.option("--port-replica", type=click.IntRange(1, 65535), help="The engine's front.  [default: 7310]")
@@ -102,7 +99,7 @@ def up(
     display = Display(console, errors)
     stack = Stack(
         Options(
-            home=home or _default_home(),
+            home=home or default_home(),
             host=host,
             ports=chosen,
             model=model,
@@ -148,6 +145,6 @@ def doctor(home: Path | None, as_json: bool) -> None:
     """Print what was found on this machine and what is wrong, with a remedy."""
     from controlplane.local.doctor import examine, show
 
-    findings = examine(home or _default_home())
+    findings = examine(home or default_home())
     show(findings, Console(highlight=False), as_json=as_json)
     sys.exit(ExitCode.FAILED if any(finding.wrong for finding in findings) else ExitCode.OK)

@@ -66,13 +66,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def examine(home: Path, environment: dict[str, str] | None = None) -> list[Finding]:
     """Look at everything; a look-up that fails is a finding, not an error."""
     given = dict(os.environ if environment is None else environment)
-    running = load_struct(home / "run" / "endpoints.json", Endpoints)
     findings: list[Finding] = [_python(), *_engine()]
     findings.append(_packages())
     findings.append(_store("PostgreSQL", "DATABASE_URL", given, external.database_version, _embedded_postgres))
     findings.append(_store("Redis", "REDIS_URL", given, external.redis_version, _embedded_valkey))
     findings.append(_data_folder(home))
-    findings += _ports(given, running)
+    findings += _ports(given, home)
     findings += [_disk(home), _memory(), _browser()]
     return findings
 
@@ -218,7 +217,13 @@ def _data_folder(home: Path) -> Finding:
     return Finding(subject="data folder", found=f"{path}, PostgreSQL {made_by}")
 
 
-def _ports(given: dict[str, str], running: Endpoints | None) -> Iterator[Finding]:
+def _ports(given: dict[str, str], home: Path) -> Iterator[Finding]:
+    try:
+        running = load_struct(home / "run" / "endpoints.json", Endpoints)
+    except LocalError as error:
+        remedy = "Move the file away; the next `tidegate up` writes it again."
+        yield Finding(subject="ports", found="not known", wrong=f"{error.message}.", remedy=remedy)
+        return
     if running is not None and Path(f"/proc/{running.pid}").exists():
         yield Finding(
             subject="ports",

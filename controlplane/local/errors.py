@@ -31,6 +31,8 @@ class ExitCode(enum.IntEnum):
     """A process did not become ready, or kept crashing."""
     MISSING = 10
     """Something that must be installed is not."""
+    DAMAGED = 11
+    """A file in the data folder is not what Tidegate wrote there."""
     INTERRUPTED = 130
 
 
@@ -43,8 +45,13 @@ class LocalError(Exception):
         self.code = code
 
 
-def from_os_error(error: OSError, what: str, path: Path | None = None) -> LocalError:
-    """`error` met while doing `what` ("create the folder"), as a sentence that says what to do about it."""
+def from_os_error(
+    error: OSError, what: str, path: Path | None = None, otherwise: ExitCode = ExitCode.START_FAILED
+) -> LocalError:
+    """`error` met while doing `what` ("read", "create the folder"), as a sentence that says what to do about it.
+
+    `otherwise` is the code of what is neither a full disk nor a missing permission.
+    """
     target = f" {path}" if path is not None else f" {error.filename}" if error.filename else ""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
@@ -52,10 +59,24 @@ def from_os_error(error: OSError, what: str, path: Path | None = None) -> LocalE
                 f"cannot {what}{target}: the disk is full; free some space or pass --home on another disk",
                 ExitCode.DISK_FULL,
             )
+        case errno.EACCES | errno.EPERM if what == "read":
+            return LocalError(
+                f"cannot read{target}: no read permission; run as the user it belongs to or pass another --home",
+                ExitCode.NO_PERMISSION,
+            )
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return LocalError(
                 f"cannot {what}{target}: no write permission; pass --home with a folder you may write to",
                 ExitCode.NO_PERMISSION,
             )
         case _:
-            return LocalError(f"cannot {what}{target}: {error.strerror or error}")
+            return LocalError(f"cannot {what}{target}: {error.strerror or error}", otherwise)
+
+
+def damaged(path: Path) -> LocalError:
+    """The file at `path` is not what Tidegate wrote there."""
+    return LocalError(
+        f"{path} is damaged: it is not what `tidegate up` writes; restore it, or move it away and start again, "
+        "which makes a new one",
+        ExitCode.DAMAGED,
+    )

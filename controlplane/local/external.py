@@ -7,14 +7,14 @@ that might quote one.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import psycopg
 import redis
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.engine import make_url
 
 from controlplane.local.errors import ExitCode, LocalError
-from controlplane.settings import Secret
+from controlplane.settings import Secret, SettingsError, require_database_url, require_redis_url
 
 CONNECT_S = 5
 OLDEST_POSTGRES = 15
@@ -23,7 +23,8 @@ OLDEST_REDIS = (7, 0)
 
 def database_version(url: Secret) -> str:
     """The server's version. Raises LocalError with one sentence about DATABASE_URL."""
-    parts = _database_parts(url)
+    _require(require_database_url, url)
+    parts = make_url(url.reveal())
     where = f"{parts.host or 'localhost'}:{parts.port or 5432}/{parts.database}"
     plain = parts.set(drivername="postgresql").render_as_string(hide_password=False)
     try:
@@ -42,17 +43,6 @@ def database_version(url: Secret) -> str:
     if not allowed or not allowed[0]:
         raise _unreachable("DATABASE_URL", where, f"{parts.username} may not create tables in it")
     return f"{major}.{minor}"
-
-
-def _database_parts(url: Secret) -> URL:
-    shape = "postgresql://user:password@host:port/database"
-    try:
-        parts = make_url(url.reveal())
-    except (ArgumentError, ValueError):
-        raise LocalError(f"DATABASE_URL is not a URL of the form {shape}", ExitCode.USAGE) from None
-    if parts.drivername.split("+")[0] not in {"postgresql", "postgres"} or not parts.database:
-        raise LocalError(f"DATABASE_URL must have the form {shape}", ExitCode.USAGE)
-    return parts
 
 
 def _database_reason(said: str) -> str:
@@ -79,11 +69,8 @@ def _database_reason(said: str) -> str:
 
 def redis_version(url: Secret) -> str:
     """The server's version. Raises LocalError with one sentence about REDIS_URL."""
-    shape = "redis://:password@host:port/database"
-    try:
-        client = redis.Redis.from_url(url.reveal(), socket_connect_timeout=CONNECT_S, socket_timeout=CONNECT_S)
-    except ValueError:
-        raise LocalError(f"REDIS_URL is not a URL of the form {shape}", ExitCode.USAGE) from None
+    _require(require_redis_url, url)
+    client = redis.Redis.from_url(url.reveal(), socket_connect_timeout=CONNECT_S, socket_timeout=CONNECT_S)
     place = client.connection_pool.connection_kwargs
     where = f"{place.get('host', place.get('path', 'localhost'))}:{place.get('port', 6379)}/{place.get('db', 0)}"
     with client:
@@ -103,6 +90,13 @@ def redis_version(url: Secret) -> str:
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise _unreachable("REDIS_URL", where, f"it is version {version}, and 7.0 is the oldest supported")
     return version
+
+
+def _require(check: Callable[[Secret], None], url: Secret) -> None:
+    try:
+        check(url)
+    except SettingsError as error:
+        raise LocalError(str(error), ExitCode.USAGE) from None
 
 
 def _unreachable(variable: str, where: str, reason: str) -> LocalError:

@@ -12,8 +12,8 @@ import pwd
 import secrets
 from pathlib import Path
 
-from controlplane.local.errors import ExitCode, LocalError, from_os_error
-from controlplane.settings import Secret
+from controlplane.local.errors import ExitCode, LocalError, damaged, from_os_error
+from controlplane.settings import SHORTEST_SECRET, Secret
 
 
 def make_folder(path: Path, mode: int = 0o700, user: str | None = None) -> Path:
@@ -23,7 +23,7 @@ def make_folder(path: Path, mode: int = 0o700, user: str | None = None) -> Path:
         path.chmod(mode)
         give(path, user)
     except OSError as error:
-        raise from_os_error(error, "create the folder", path) from None
+        raise from_os_error(error, "create the folder", path, ExitCode.NO_PERMISSION) from None
     return path
 
 
@@ -58,6 +58,10 @@ def kept_secret(path: Path) -> Secret:
         text = ""
     except OSError as error:
         raise from_os_error(error, "read", path) from None
+    except UnicodeDecodeError:
+        raise damaged(path) from None
+    if text and len(text) < SHORTEST_SECRET:
+        raise damaged(path)
     if not text:
         text = secrets.token_urlsafe(32)
         write_private(path, text + "\n")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from controlplane.local.errors import ExitCode, LocalError, from_os_error
+from controlplane.local.errors import ExitCode, LocalError, damaged, from_os_error
 from controlplane.local.files import FolderLock, kept_secret, make_folder, write_private
 from controlplane.settings import Secret
 
@@ -110,5 +110,5 @@ def load_struct(path: Path, kind: type[StructT]) -> StructT | None:
         return None
     except OSError as error:
         raise from_os_error(error, "read", path) from None
-    except msgspec.MsgspecError as error:
-        raise LocalError(f"{path} is not readable ({error}); move it away and start again") from None
+    except msgspec.MsgspecError:
+        raise damaged(path) from None

@@ -83,6 +83,8 @@ class EmbeddedPostgres:
         if self.child is not None:
             self.child.stop(signal.SIGINT, grace)
             self.child = None
+            with contextlib.suppress(OSError):  # a server that had to be killed leaves its socket to the next start
+                self._socket_place().rmdir()
         self._lock.release()
 
     # -- first start ---------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class EmbeddedPostgres:
 
     def _launch(self, folder: Path, user: str | None, deadline: float) -> None:
         if self._chosen_port:
-            ports.require_free(self._chosen_port, "PostgreSQL", "--port-postgres")
+            ports.require_free(ports.Listener(self._chosen_port, "PostgreSQL", "--port-postgres"))
         sockets = self._socket_folder(user)
         while True:
             self.port = self._chosen_port or ports.free_ports(1)[0]
@@ -267,12 +269,17 @@ class EmbeddedPostgres:
             raise from_os_error(error, "read", self._beside("password")) from None
         return f"postgresql://{USER}:{password}@{ports.LOOPBACK}:{self.port}/{database}"
 
-    def _socket_folder(self, user: str | None) -> Path:
-        """A folder of our own, short enough for a socket's path; leftovers of a killed server are removed."""
+    def _socket_place(self) -> Path:
+        """Where the sockets lie: beside the data, or when that path is too long for one among the temporary files."""
         folder = self._beside("socket")
-        if len(os.fsencode(folder)) > SOCKET_PATH_LIMIT:
-            digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:12]
-            folder = Path(tempfile.gettempdir()) / f"tidegate-{os.geteuid()}-{digest}"
+        if len(os.fsencode(folder)) <= SOCKET_PATH_LIMIT:
+            return folder
+        digest = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"tidegate-{os.geteuid()}-{digest}"
+
+    def _socket_folder(self, user: str | None) -> Path:
+        """The sockets' folder, our own; leftovers of a killed server are removed."""
+        folder = self._socket_place()
         with contextlib.suppress(FileNotFoundError):
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid not in {os.geteuid(), self.data.stat().st_uid}:

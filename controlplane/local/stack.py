@@ -21,7 +21,7 @@ from controlplane import migrate
 from controlplane.fleet.launchers.base import ReplicaSpec
 from controlplane.fleet.launchers.process import ProcessLauncher
 from controlplane.local import external, ports
-from controlplane.local.bootstrap import Admin, Demo, bootstrap
+from controlplane.local.bootstrap import Admin, Demo, bootstrap, require_undamaged
 from controlplane.local.errors import ExitCode, LocalError
 from controlplane.local.home import Endpoints, Home
 from controlplane.local.postgres import EmbeddedPostgres
@@ -31,7 +31,7 @@ from controlplane.local.route_probe import RouteProbe
 from controlplane.local.supervisor import PROBE_EVERY_S, Observer, Supervisor
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.local.worker_probe import WorkerProbe
-from controlplane.settings import Secret, Settings, SettingsError
+from controlplane.settings import SHORTEST_SECRET, Secret, Settings, SettingsError
 
 DEMO_MODEL = "smollm2"
 DEMO_SERVED = "smollm2-135m-instruct"
@@ -92,7 +92,7 @@ class Stack:
         self.options = options
         self.home = Home(options.home)
         self._progress = progress
-        self._given = dict(os.environ if environment is None else environment)
+        self._given = _set(os.environ if environment is None else environment)
         self._supervisor: Supervisor | None = None
         self._opened = False
 
@@ -100,9 +100,15 @@ class Stack:
         """Start everything and wait until it serves. Raises LocalError; `stop` is due even then."""
         options = self.options
         pool, served = model_names(options.model)
+        ports.require_address(options.host)
+        self._require_variables()
+        listeners = self._listeners()
+        ports.require_distinct(listeners)
         self.home.open()
         self._opened = True
-        self._require_ports()
+        for listener in listeners:
+            ports.require_free(listener)
+        require_undamaged(self.home)
         self._supervisor = Supervisor(self._progress)
         database_url, redis_url = self._stores()
         settings, environment = self._settings(database_url, redis_url)
@@ -155,17 +161,33 @@ class Stack:
 
     # -- steps ---------------------------------------------------------------------------------------------
 
-    def _require_ports(self) -> None:
-        """All at once and before anything starts, so that nothing has to be undone."""
+    def _require_variables(self) -> None:
+        """Everything the user set, looked at before anything is made; what they left out is stood in for."""
+        stand_ins = {
+            "DATABASE_URL": "postgresql://localhost/tidegate",
+            "REDIS_URL": "redis://localhost",
+            "TIDEGATE_INTERNAL_TOKEN": "-" * SHORTEST_SECRET,
+            "TIDEGATE_SESSION_SECRET": "-" * SHORTEST_SECRET,
+        }
+        try:
+            Settings.from_env({**stand_ins, **self._given})
+        except SettingsError as error:
+            raise LocalError(f"{error}; correct it or unset it", ExitCode.USAGE) from None
+
+    def _listeners(self) -> list[ports.Listener]:
+        """Who will listen on this machine."""
         chosen, host = self.options.ports, self.options.host
-        ports.require_free(chosen.control, "the control plane", "--port-control", host)
-        ports.require_free(chosen.gateway, "the gateway", "--port-gateway", host)
+        found = [
+            ports.Listener(chosen.control, "the control plane", "--port-control", host),
+            ports.Listener(chosen.gateway, "the gateway", "--port-gateway", host),
+        ]
         if self.options.replica:
-            ports.require_free(chosen.replica, "the replica", "--port-replica")
+            found.append(ports.Listener(chosen.replica, "the replica", "--port-replica"))
         if not self._given.get("DATABASE_URL"):
-            ports.require_free(chosen.postgres, "PostgreSQL", "--port-postgres")
+            found.append(ports.Listener(chosen.postgres, "PostgreSQL", "--port-postgres"))
         if not self._given.get("REDIS_URL"):
-            ports.require_free(chosen.valkey, "Valkey", "--port-valkey")
+            found.append(ports.Listener(chosen.valkey, "Valkey", "--port-valkey"))
+        return found
 
     def _stores(self) -> tuple[Secret, Secret]:
         """The database's and Redis's URLs: given ones that were seen to work, or embedded servers started now."""
@@ -207,10 +229,7 @@ class Stack:
             **self._supervisor.environment,
         }
         environment = {**defaults, **self._given, **ours}
-        try:
-            return Settings.from_env(environment), environment
-        except SettingsError as error:
-            raise LocalError(f"{error}; correct it or unset it", ExitCode.USAGE) from None
+        return Settings.from_env(environment), environment
 
     def _migrate(self, database_url: Secret) -> None:
         self._progress.step("migrations")
@@ -293,6 +312,15 @@ class Stack:
         )
 
 
+def _set(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without our variables that are empty: those are as good as unset, but for the metrics token."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if value or name == "TIDEGATE_METRICS_TOKEN" or not name.startswith(("TIDEGATE_", "DATABASE_URL", "REDIS_URL"))
+    }
+
+
 def model_names(model: str) -> tuple[str, str]:
     """The pool's name and the name under which tenants ask for `model`."""
     if model == DEMO_MODEL:
@@ -309,4 +337,5 @@ def model_names(model: str) -> tuple[str, str]:
 
 def _url(host: str, port: int) -> str:
     """As a client on this machine reaches it."""
-    return f"http://{ports.LOOPBACK if host in {'0.0.0.0', '::', ''} else host}:{port}"  # noqa: S104
+    host = {"0.0.0.0": ports.LOOPBACK, "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

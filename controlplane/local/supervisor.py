@@ -157,7 +157,8 @@ class Supervisor:
         while youngest_first:
             each = youngest_first[0]
             try:
-                self._observer.stopping(each.unit.name)
+                if each.unit.child is not None:
+                    self._observer.stopping(each.unit.name)
                 self._halt(each, None if orderly else 0.0)
                 youngest_first.pop(0)
             except KeyboardInterrupt:

@@ -87,7 +87,7 @@ class EmbeddedValkey:
 
     def _launch(self, program: Path, user: str | None, deadline: float) -> None:
         if self._chosen_port:
-            ports.require_free(self._chosen_port, "Valkey", "--port-valkey")
+            ports.require_free(ports.Listener(self._chosen_port, "Valkey", "--port-valkey"))
         while True:
             self.port = self._chosen_port or ports.free_ports(1)[0]
             configuration = self._configure(user)

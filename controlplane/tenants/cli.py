@@ -7,6 +7,7 @@ input) on failure. A new key is printed once, alone on its line.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -19,8 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from controlplane.settings import default_home
 from controlplane.tenants import keys
 from controlplane.tenants.admin_client import AdminApiError, AdminClient, connect, segment
+from controlplane.tenants.schemas import SLUG_PATTERN
 
 MODEL = click.option("--model", "models", multiple=True, help="Allow only this served model; repeat for more.")
 IDEMPOTENCY = click.option("--idempotency-key", default=None, help="Makes a repeated creation harmless.")
@@ -32,8 +35,8 @@ def _talks(command: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--home",
         type=click.Path(path_type=Path, file_okay=False),
-        default=Path(".tidegate"),
-        show_default=True,
+        default=default_home,
+        show_default="TIDEGATE_HOME or ./.tidegate",
         help="Folder of `tidegate up`; TIDEGATE_CONTROL_URL and TIDEGATE_ADMIN_TOKEN win.",
     )
     @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -57,7 +60,7 @@ def tenant() -> None:
 @click.argument("slug")
 @click.option("--name", default=None, help="Display name; the slug when left out.")
 @MODEL
-@click.option("--priority", type=int, default=0, show_default=True, help="Higher goes first.")
+@click.option("--priority", type=int, default=0, show_default=True, help="Lower goes first.")
 @IDEMPOTENCY
 @_talks
 def create_tenant(
@@ -70,7 +73,9 @@ def create_tenant(
     priority: int,
     idempotency_key: str | None,
 ) -> None:
-    """Create the tenant SLUG."""
+    """Create the tenant SLUG: 1 to 40 lower-case letters, digits and hyphens."""
+    if not re.fullmatch(SLUG_PATTERN, slug):
+        raise AdminApiError(f"slug: {slug!r} must be 1 to 40 lower-case letters, digits and hyphens", usage=True)
     body = {"slug": slug, "name": name or slug, "priority": priority, "allowed_models": list(models) or None}
     _show_tenants([client.call("POST", "/tenants", body, _headers(idempotency_key))], as_json, single=True)
 
@@ -190,7 +195,7 @@ def _show_keys(rows: list[dict[str, Any]], as_json: bool, *, single: bool = Fals
     if as_json:
         _print_json(rows[0] if single else rows)
         return
-    columns = ("id", "tenant", "name", "key", "state", "models", "created")
+    columns = ("id", "tenant", "name", "key", "state", "models", "created", "expires")
     lines = [
         (
             row["key_id"],
@@ -200,6 +205,7 @@ def _show_keys(rows: list[dict[str, Any]], as_json: bool, *, single: bool = Fals
             _key_state(row),
             _models(row["allowed_models"]),
             _moment(row["created_at"]),
+            _moment(row["expires_at"]) if row["expires_at"] else "never",
         )
         for row in rows
     ]
@@ -209,10 +215,8 @@ def _show_keys(rows: list[dict[str, Any]], as_json: bool, *, single: bool = Fals
 def _key_state(row: dict[str, Any]) -> str:
     if row["revoked_at"]:
         return f"revoked {_moment(row['revoked_at'])}"
-    if row["expires_at"]:
-        ended = msgspec.convert(row["expires_at"], datetime) <= datetime.now(UTC)
-        return f"{'expired' if ended else 'until'} {_moment(row['expires_at'])}"
-    return "valid"
+    ended = row["expires_at"] and msgspec.convert(row["expires_at"], datetime) <= datetime.now(UTC)
+    return "expired" if ended else "valid"
 
 
 def _models(models: list[str] | None) -> str:

@@ -155,7 +155,21 @@ def test_a_wrong_setting_is_named(settings: Settings) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("tidegate: TIDEGATE_MAX_IN_FLIGHT='many' is not valid")
     done = tidegate("serve", "control", env=environment(settings, TIDEGATE_LOG_LEVEL="LOUD"))
-    assert (done.returncode, done.stderr) == (2, "tidegate: TIDEGATE_LOG_LEVEL='LOUD' is not a log level\n")
+    wanted = "it must be one of CRITICAL, ERROR, WARNING, INFO, DEBUG"
+    assert (done.returncode, done.stderr) == (2, f"tidegate: TIDEGATE_LOG_LEVEL='LOUD' is not valid: {wanted}\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("localhost", "--host 'localhost' is not an IP address such as 127.0.0.1 or 0.0.0.0"),
+        ("nonsense here", "--host 'nonsense here' is not an IP address such as 127.0.0.1 or 0.0.0.0"),
+        ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on_is_refused(settings: Settings, host: str, sentence: str) -> None:
+    done = tidegate("serve", "gateway", "--host", host, "--port", str(free_port()), env=environment(settings))
+    assert (done.returncode, done.stderr) == (2, f"tidegate: {sentence}\n")
 
 
 def test_the_database_is_migrated_from_anywhere_and_a_second_time_changes_nothing(postgres: Databases) -> None:

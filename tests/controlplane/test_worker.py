@@ -179,6 +179,7 @@ class Workers:
         self._environment = {
             **os.environ,
             "PYTHONPATH": str(CHECKOUT),
+            "TMPDIR": str(folder),  # a killed worker cannot clean up what Celery's pool puts there
             "DATABASE_URL": settings.database_url.reveal(),
             "REDIS_URL": settings.redis_url.reveal(),
             "TIDEGATE_HOME": str(settings.home),

@@ -16,18 +16,15 @@ from dataplane.protocol import (
     CoreReady,
     Counters,
     GatewayCounters,
-    GatewayReport,
-    GatewaySeries,
     GatewayWindow,
     Gauges,
-    Histogram,
     MemoryCounters,
     ReplicaState,
-    Report,
     ServiceCounters,
     Window,
     encode,
 )
+from tests.controlplane.telemetry import reports
 
 POOL = "small"
 MODEL = "small-model"
@@ -64,13 +61,6 @@ def an_overview(figures: Figures = EMPTY, **rest: object) -> Overview:
     return Overview(**{**values, **rest})  # type: ignore[arg-type]
 
 
-def histogram(*values: float) -> Histogram:
-    recorded = Histogram()
-    for value in values:
-        recorded.record(value)
-    return recorded
-
-
 class Reporter:
     """One replica and one gateway that report to a control plane, as the real ones do."""
 
@@ -88,16 +78,16 @@ class Reporter:
         """Count `requests` that ended just now."""
         start = int(time.time()) // WINDOW_SECONDS * WINDOW_SECONDS
         self._gateway.setdefault(start, GatewayCounters()).merge(
-            GatewayCounters(
+            reports.counters(
                 accepted=requests,
-                finished={finish: requests},
-                prompt_tokens=100 * requests,
-                cached_tokens=40 * requests,
-                output_tokens=20 * requests,
-                ttft=histogram(*[ttft] * requests),
-                ttft_visible=histogram(*[ttft] * requests),
-                tpot=histogram(*[tpot] * requests),
-                e2e=histogram(*[ttft + 19 * tpot] * requests),
+                finish=finish,
+                prompt=100 * requests,
+                cached=40 * requests,
+                output=20 * requests,
+                ttft=[ttft] * requests,
+                ttft_visible=reports.histogram([ttft] * requests),
+                tpot=[tpot] * requests,
+                e2e=reports.histogram([ttft + 19 * tpot] * requests),
             )
         )
         self._engine.setdefault(start, Counters()).merge(
@@ -105,8 +95,8 @@ class Reporter:
                 service=ServiceCounters(
                     received=requests,
                     finished={finish: requests},
-                    ttft=histogram(*[engine_ttft] * requests),
-                    tpot=histogram(*[tpot] * requests),
+                    ttft=reports.histogram([engine_ttft] * requests),
+                    tpot=reports.histogram([tpot] * requests),
                 ),
                 memory=MemoryCounters(prefix_queries=100 * requests, prefix_hits=30 * requests),
             )
@@ -139,13 +129,12 @@ class Reporter:
     def _send(self, *, running: int, waiting: int, used: int, state: ReplicaState, core_restarts: int) -> None:
         self._sequence += 1
         now = time.time()
-        common = {"boot_epoch": self._epoch, "sequence": self._sequence, "acknowledged": 0, "sent_at": now,
-                  "started_at": now - 60, "full": True}  # fmt: skip
-        replica = Report(
-            replica=self._replica,
+        common = {"boot_epoch": self._epoch, "sequence": self._sequence, "sent_at": now, "started_at": now - 60,
+                  "full": True}  # fmt: skip
+        replica = reports.report(
+            self._replica,
             pool=POOL,
             model=MODEL,
-            url="http://127.0.0.1:7310",
             core_epoch=1 + core_restarts,
             core_restarts=core_restarts,
             state=state,
@@ -160,12 +149,10 @@ class Reporter:
                      for start, counters in self._engine.items()],
             **common,  # type: ignore[arg-type]
         )  # fmt: skip
-        gateway = GatewayReport(
-            gateway="gateway-0",
-            windows=[
+        gateway = reports.gateway_report(
+            [
                 GatewayWindow(
-                    start=start,
-                    series=[GatewaySeries(tenant=self._tenant, pool=POOL, replica=self._replica, counters=counters)],
+                    start=start, series=[reports.series(self._tenant, counters, pool=POOL, replica=self._replica)]
                 )
                 for start, counters in self._gateway.items()
             ],

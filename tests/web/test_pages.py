@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -214,6 +216,10 @@ async def test_creating_a_tenant_and_a_key_whose_text_is_shown_once(operator: De
     assert plain is not None
     assert f'-H "Authorization: Bearer {plain.group()}"' in answer.text.replace("&#34;", '"')
     assert operator.settings.public_gateway_url in answer.text
+    body = re.search(r"-d '([^']+)'</code>", html.unescape(answer.text))
+    assert body is not None
+    question = {"role": "user", "content": "What is the capital of France?"}
+    assert json.loads(body.group(1)) == {"model": "a", "temperature": 0, "messages": [question]}
     assert 'id="keys"' in answer.text
     assert 'hx-swap-oob="true"' in answer.text
     assert answer.headers["cache-control"] == "no-store"

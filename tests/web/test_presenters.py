@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.console import presenters
 from controlplane.evidence import Evidence, EvidenceKind
+from controlplane.telemetry.histogram import BUCKET_WIDTH
 from controlplane.telemetry.schemas import Quantiles
 
 
@@ -70,8 +71,8 @@ def test_percent_reaches_0_and_100_only_when_exact(ratio: float, text: str) -> N
 
 
 def test_a_figure_carries_its_kind_sample_count_and_bucket_error() -> None:
-    figure = presenters.duration(observed(0.2, n=12345, error=0.0905))
-    assert (figure.kind, figure.n, figure.note) == ("observed", "12,345", "±10 %")
+    figure = presenters.duration(observed(0.2, n=12345, error=BUCKET_WIDTH))
+    assert (figure.kind, figure.n, figure.note) == ("observed", "12,345", "±9 %")
 
 
 def test_counts_and_ages_and_sizes() -> None:
@@ -91,6 +92,6 @@ def test_a_quantile_row_without_samples_says_so() -> None:
 
 
 def test_the_bucket_error_leaves_out_what_lies_above_the_buckets() -> None:
-    known = Quantiles(n=2, p50=observed(0.1, error=0.0905), p99=observed(4096.0, above=True, error=9.0))
-    assert presenters.bucket_error(known) == "±10 %"
+    known = Quantiles(n=2, p50=observed(0.1, error=BUCKET_WIDTH), p99=observed(4096.0, above=True, error=9.0))
+    assert presenters.bucket_error(known) == "±9 %"
     assert presenters.bucket_error(Quantiles(n=0)) == ""

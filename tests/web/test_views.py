@@ -40,6 +40,21 @@ def test_counts_are_zero_once_a_gateway_reported_and_not_before() -> None:
     assert {outcome.count for outcome in views.overview_page(an_overview(reported)).outcomes} == {"0"}
 
 
+def test_every_cause_of_a_refusal_is_shown_with_its_count_up_to_a_bound() -> None:
+    refused = {f"cause_{i:02d}": 100 - i for i in range(views.MAX_CAUSES)}
+    reported = msgspec.structs.replace(EMPTY, request_rate=evidence(1.0, "requests/s"), refused=refused)
+
+    def outcome(overview: Overview) -> views.Outcome:
+        return next(each for each in views.overview_page(overview).outcomes if each.label == "Refused")
+
+    shown = outcome(an_overview(reported))
+    assert shown.causes == tuple(f"{cause}\N{NO-BREAK SPACE}{n}" for cause, n in refused.items())
+    page = regions.overview_regions(Templates(), an_overview(reported), stale_after_s=5.0)["outcomes"]
+    assert all(f">{cause}<" in page.replace("<wbr>", "") for cause in shown.causes)
+    beyond = msgspec.structs.replace(reported, refused={"rare_b": 1, **refused, "rare_a": 2})
+    assert outcome(an_overview(beyond)).causes == (*shown.causes, "and 2 more")
+
+
 def test_every_state_has_a_word_and_an_icon_of_its_own() -> None:
     tones = [views.tone(state) for state in ReplicaState]
     assert len({tone.label for tone in tones}) == len(tones)
@@ -96,10 +111,12 @@ def test_series_events_carry_only_what_changed() -> None:
 
 def test_regions_escape_what_operators_and_replicas_named() -> None:
     evil = "<script>alert(1)</script>"
-    overview = an_overview(by_tenant=[ScopedFigures(key=evil, label=evil, figures=EMPTY)])
+    figures = msgspec.structs.replace(EMPTY, failed={evil: 1})
+    overview = an_overview(figures, by_tenant=[ScopedFigures(key=evil, label=evil, figures=EMPTY)])
     rendered = regions.overview_regions(Templates(), overview, stale_after_s=5.0)
-    assert evil not in rendered["tenants"]
-    assert "&lt;script&gt;" in rendered["tenants"]
+    for region in ("tenants", "outcomes"):
+        assert evil not in rendered[region]
+        assert "&lt;script&gt;" in rendered[region]
 
 
 def status_of(overview: Overview, **rest: float) -> str:

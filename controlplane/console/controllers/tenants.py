@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from litestar import Response, get, post
@@ -23,21 +25,17 @@ from controlplane.tenants.schemas import CreatedKey, TenantView
 
 ROWS = 50
 BODY_LIMIT = 64 * 1024
-TENANT_FIELDS = frozenset({"slug", "name", "allowed_models"})
-KEY_FIELDS = frozenset({"name", "allowed_models"})
-
-
-class TenantForm(msgspec.Struct, frozen=True):
-    slug: str = ""
-    name: str = ""
-    allowed_models: str = ""
-    idempotency_key: str | None = None
+Made = TypeVar("Made")
 
 
 class KeyForm(msgspec.Struct, frozen=True):
     name: str = ""
     allowed_models: str = ""
     idempotency_key: str | None = None
+
+
+class TenantForm(KeyForm, frozen=True):
+    slug: str = ""
 
 
 @get("/tenants", include_in_schema=False)
@@ -68,31 +66,22 @@ async def create_tenant(
     data: URLEncodedBody[TenantForm],
 ) -> Response[str] | Redirect:
     slug = data.slug.strip()
-    try:
-        tenant = await service.create_tenant(
-            session,
-            slug=slug,
-            name=data.name.strip(),
-            allowed_models=_models(data.allowed_models),
-            idempotency_key=data.idempotency_key,
-        )
-    except (InvalidRequestError, ConflictError) as error:
-        values = {"slug": slug, "name": data.name, "allowed_models": data.allowed_models}
-        form = Form.refused(values, error, TENANT_FIELDS)
-        if wants_fragment(request):
-            return console.answer(request, "tenants/_create.html", user=current_user, status=422, form=form)
-        page = await service.list_tenants(session, limit=ROWS)
-        return console.answer(
-            request,
-            "tenants/list.html",
-            user=current_user,
-            section="tenants",
-            status=422,
-            page=page,
-            after=None,
-            form=form,
-        )
-    return _go(request, f"/tenants/{tenant.slug}")
+    made = await _made(partial(service.create_tenant, session, slug=slug), data, slug=slug)
+    if not isinstance(made, Form):
+        return _go(request, f"/tenants/{made.slug}")
+    if wants_fragment(request):
+        return console.answer(request, "tenants/_create.html", user=current_user, status=422, form=made)
+    page = await service.list_tenants(session, limit=ROWS)
+    return console.answer(
+        request,
+        "tenants/list.html",
+        user=current_user,
+        section="tenants",
+        status=422,
+        page=page,
+        after=None,
+        form=made,
+    )
 
 
 @get("/tenants/{slug:str}", include_in_schema=False)
@@ -133,20 +122,8 @@ async def create_key(
     slug: FromPath[str],
     data: URLEncodedBody[KeyForm],
 ) -> Response[str]:
-    created = None
-    form = Form()
-    try:
-        fresh = await service.create_key(
-            session,
-            tenant_slug=slug,
-            name=data.name.strip(),
-            allowed_models=_models(data.allowed_models),
-            idempotency_key=data.idempotency_key,
-        )
-    except (InvalidRequestError, ConflictError) as error:
-        form = Form.refused({"name": data.name, "allowed_models": data.allowed_models}, error, KEY_FIELDS)
-    else:
-        created = fresh
+    made = await _made(partial(service.create_key, session, tenant_slug=slug), data)
+    form, created = (made, None) if isinstance(made, Form) else (None, made)
     context = await _detail(session, slug, form=form, created=created, gateway=resources.settings.public_gateway_url)
     templates = ("tenants/_new_key.html", "tenants/_keys.html") if wants_fragment(request) else ("tenants/detail.html",)
     return console.answer(
@@ -177,6 +154,18 @@ async def revoke_key(
         return Redirect(f"/tenants/{slug}", status_code=303)
     context = await _detail(session, slug)
     return console.answer(request, "tenants/_keys.html", "tenants/_revoked.html", user=current_user, key=key, **context)
+
+
+async def _made(create: Callable[..., Awaitable[Made]], data: KeyForm, **typed: str) -> Made | Form:
+    """What `create` makes of the form, or the form again with the reason; `typed` are its fields beside a key's own."""
+    try:
+        return await create(
+            name=data.name.strip(),
+            allowed_models=_models(data.allowed_models),
+            idempotency_key=data.idempotency_key,
+        )
+    except (InvalidRequestError, ConflictError) as error:
+        return Form.refused({"name": data.name, "allowed_models": data.allowed_models, **typed}, error)
 
 
 async def _detail(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,23 @@ async def test_files_are_rotated_by_size_and_their_number_is_bounded(
         int(json.loads(line)["request_id"][1:]) for name in order for line in (tmp_path / name).read_text().splitlines()
     ]
     assert numbers == list(range(numbers[0], 100))  # the newest, in order, without a gap
+
+
+async def test_a_flush_that_is_cancelled_before_its_thread_begins_loses_no_line(tmp_path: Path) -> None:
+    """As at a shutdown on a busy machine: the background flush is cancelled, then the last one runs."""
+    loop, may_go_on = asyncio.get_running_loop(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+    loop.set_default_executor(pool)
+    pool.submit(may_go_on.wait)
+    log = RequestLog(tmp_path / "requests.jsonl")
+    log.write(record(1))
+    background = asyncio.create_task(log.run())
+    await asyncio.sleep(0.05)
+    background.cancel()
+    await asyncio.gather(background, return_exceptions=True)
+    may_go_on.set()
+    await log.flush()
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 1
 
 
 async def test_the_queue_is_bounded_and_what_is_dropped_is_counted(

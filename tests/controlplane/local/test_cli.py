@@ -44,6 +44,28 @@ def test_a_port_in_use_names_the_port_and_the_flag(tmp_path: Path) -> None:
     assert "--port-gateway" in sentence
 
 
+def test_one_port_for_two_services_is_refused_with_both_flags(tmp_path: Path) -> None:
+    same = ("--port-control", "7301", "--port-gateway", "7301")
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", *same)
+    sentence = refused(done, ExitCode.USAGE)
+    assert "--port-control and --port-gateway are both 7301" in sentence
+    done = tidegate("up", "--home", tmp_path / "home", "--port-gateway", "7332")
+    assert "--port-gateway and --port-postgres are both 7332" in refused(done, ExitCode.USAGE)
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "not an address", "300.1.2.3", ""])
+def test_a_host_that_is_no_ip_address_is_refused_before_anything_starts(tmp_path: Path, host: str) -> None:
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", "--host", host)
+    assert f"--host {host!r} is not an IP address" in refused(done, ExitCode.USAGE)
+    assert not (tmp_path / "home").exists()
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", "--host", "192.0.2.1")
+    assert "--host 192.0.2.1 is not an address of this machine" in refused(done, ExitCode.USAGE)
+
+
 def test_a_broken_database_url_is_named_without_its_password(tmp_path: Path) -> None:
     given = {"DATABASE_URL": "postgresql://u:s3cret-canary@127.0.0.1:1/d"}
     done = tidegate("up", "--home", tmp_path / "home", "--free-ports", environment=given)
@@ -57,12 +79,24 @@ def test_data_of_another_postgres_major_is_refused(tmp_path: Path) -> None:
     (data / "PG_VERSION").write_text("16\n")
     done = tidegate("up", "--home", tmp_path / "home", "--free-ports")
     assert "was made by PostgreSQL 16" in refused(done, ExitCode.DATA_VERSION)
+    assert "stopping" not in done.stdout  # nothing was started
 
 
 def test_a_home_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = tidegate("up", "--home", tmp_path / "file" / "home", "--free-ports")
-    assert "cannot create the folder" in refused(done, ExitCode.START_FAILED)
+    for home in (tmp_path / "file" / "home", Path("/proc/tidegate-home")):
+        done = tidegate("up", "--home", home, "--free-ports")
+        assert f"cannot create the folder {home}" in refused(done, ExitCode.NO_PERMISSION)
+
+
+@pytest.mark.parametrize("name", ["admin.json", "demo.json", "internal.secret"])
+def test_a_damaged_file_is_named_before_anything_starts(tmp_path: Path, name: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / name).write_bytes(b"{\xff")
+    done = tidegate("up", "--home", home, "--free-ports")
+    assert f"{home / name} is damaged" in refused(done, ExitCode.DAMAGED)
+    assert done.stdout == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -78,10 +112,21 @@ def test_an_unknown_model_is_refused_before_anything_starts(tmp_path: Path) -> N
     assert not (tmp_path / "home").exists()
 
 
-def test_a_wrong_variable_is_named(tmp_path: Path, database_url: str, valkey: str) -> None:
-    given = {"DATABASE_URL": database_url, "REDIS_URL": valkey, "TIDEGATE_MAX_IN_FLIGHT": "many"}
-    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", environment=given)
-    assert "TIDEGATE_MAX_IN_FLIGHT='many' is not valid" in refused(done, ExitCode.USAGE)
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TIDEGATE_MAX_IN_FLIGHT", "many", "TIDEGATE_MAX_IN_FLIGHT='many' is not valid"),
+        ("TIDEGATE_STALE_AFTER_S", "60", "TIDEGATE_STALE_AFTER_S=60 is not valid"),
+        ("TIDEGATE_SESSION_SECRET", "letmein", "TIDEGATE_SESSION_SECRET must have at least 16 characters"),
+        ("DATABASE_URL", "nonsense", "DATABASE_URL is not a URL"),
+        ("REDIS_URL", "nonsense", "REDIS_URL is not a URL"),
+    ],
+)
+def test_a_wrong_variable_is_named_before_anything_starts(tmp_path: Path, name: str, value: str, said: str) -> None:
+    done = tidegate("up", "--home", tmp_path / "home", "--free-ports", environment={name: value})
+    assert said in refused(done, ExitCode.USAGE)
+    assert done.stdout == ""
+    assert not (tmp_path / "home").exists()
 
 
 def test_the_help_documents_every_exit_code() -> None:
@@ -104,6 +149,14 @@ def test_doctor_finds_this_machine_and_says_what_is_wrong(tmp_path: Path) -> Non
     assert found["demo model"]["found"].split(",")[0].endswith(".gguf")
     assert binaries.program_version(binaries.valkey_server()) in found["Redis"]["found"]
     assert not found["Python"]["wrong"]
+
+
+def test_doctor_finds_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "endpoints.json").write_text("{")
+    done = tidegate("doctor", "--json", "--home", tmp_path)
+    found = {finding["subject"]: finding for finding in json.loads(done.stdout)}
+    assert "endpoints.json is damaged" in found["ports"]["wrong"]
 
 
 def test_doctor_prints_the_remedy_beside_what_is_wrong(tmp_path: Path) -> None:

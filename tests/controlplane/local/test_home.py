@@ -69,14 +69,32 @@ def test_a_folder_without_permission_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_home_below_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LocalError, match="cannot create the folder"):
+    with pytest.raises(LocalError, match="cannot create the folder") as refused:
         Home(tmp_path / "file" / "home").open()
+    assert refused.value.code is ExitCode.NO_PERMISSION
 
 
 def test_a_torn_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "admin.json").write_text('{"email": ')
-    with pytest.raises(LocalError, match=r"admin\.json is not readable"):
+    with pytest.raises(LocalError, match=r"admin\.json is damaged.*move it away") as refused:
         load_struct(tmp_path / "admin.json", Endpoints)
+    assert refused.value.code is ExitCode.DAMAGED
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"short\n"])
+def test_a_secret_that_cannot_be_one_is_named_and_stays(tmp_path: Path, content: bytes) -> None:
+    home = Home(tmp_path)
+    (tmp_path / "internal.secret").write_bytes(content)
+    with pytest.raises(LocalError, match=r"internal\.secret is damaged"):
+        home.secret("internal")
+    assert (tmp_path / "internal.secret").read_bytes() == content
+
+
+def test_what_may_not_be_read_is_not_said_to_lack_write_permission() -> None:
+    said = from_os_error(PermissionError(errno.EACCES, "Permission denied"), "read", Path("/x/admin.json"))
+    assert said.message.startswith("cannot read /x/admin.json: no read permission")
+    assert "write" not in said.message
+    assert said.code is ExitCode.NO_PERMISSION
 
 
 def test_a_replaced_private_file_was_never_open_to_others(tmp_path: Path) -> None:

@@ -77,6 +77,21 @@ def test_asks_for_a_password_and_checks_pages(server: EmbeddedPostgres) -> None:
         psycopg.connect(wrong, connect_timeout=5)
 
 
+def test_a_folder_for_sockets_among_the_temporary_files_goes_with_the_server(seed: Path, tmp_path: Path) -> None:
+    distant = tmp_path / ("long" * 30)
+    distant.symlink_to(seed.parent)
+    server = EmbeddedPostgres(distant / "pg")
+    server.start()
+    with psycopg.connect(server.url) as connection:
+        found = connection.execute("SHOW unix_socket_directories").fetchone()
+    assert found is not None
+    folder = Path(found[0])
+    assert distant not in folder.parents
+    assert folder.is_dir()
+    server.stop()
+    assert not folder.exists()
+
+
 def test_answers_on_a_unix_socket_in_a_short_path(server: EmbeddedPostgres) -> None:
     with psycopg.connect(server.url) as connection:
         found = connection.execute("SHOW unix_socket_directories").fetchone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -157,6 +158,15 @@ def test_a_second_interrupt_kills_what_does_not_stop(stage: Stage) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert not processes.is_alive(pid)
+
+
+def test_what_never_started_is_not_said_to_stop(stage: Stage) -> None:
+    absent = stage.unit("absent")
+    absent.spec = dataclasses.replace(absent.spec, log=stage.folder / "no-such-folder" / "log")
+    with pytest.raises(LocalError):
+        stage.supervisor.launch([absent])
+    assert stage.supervisor.stop()
+    assert stage.recorder.events == [("starting", "absent")]
 
 
 class Unrecorded(ProcessUnit):

@@ -77,12 +77,12 @@ def report(
 
 
 def counters(
-    *, accepted: int = 1, ttft: Iterable[float] = (), tpot: Iterable[float] = (), prompt: int = 0, cached: int = 0,
-    output: int = 0, **values: object,
+    *, accepted: int = 1, finish: str = "stop", ttft: Iterable[float] = (), tpot: Iterable[float] = (),
+    prompt: int = 0, cached: int = 0, output: int = 0, **values: object,
 ) -> GatewayCounters:  # fmt: skip
     return GatewayCounters(
         accepted=accepted,
-        finished={"stop": accepted},
+        finished={finish: accepted},
         prompt_tokens=prompt,
         cached_tokens=cached,
         output_tokens=output,

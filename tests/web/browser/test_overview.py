@@ -122,13 +122,14 @@ def test_a_replica_that_restarts_and_fails_shows_it(as_operator: OpenPage, repor
     expect(card).to_contain_text("Ready")
     expect(card).to_contain_text("128 of 512 blocks")
     expect(card).to_contain_text("cpu, torch attention")
-    is_open = "details => details.open"
-    before = card.locator("details").evaluate(is_open)
+    opened = card.locator("details[open]")
+    before = opened.count()
     card.get_by_text("Setup and identity").click()
+    expect(opened).to_have_count(1 - before)
     reporter.report(state=ReplicaState.FAILED, core_restarts=1)
     expect(card).to_contain_text("Failed")
     expect(card.locator("dt:text-is('Core restarts') + dd")).to_have_text("1")
-    assert card.locator("details").evaluate(is_open) != before  # a refresh leaves it as the reader put it
+    expect(opened).to_have_count(1 - before)  # a refresh leaves it as the reader put it
 
 
 def test_postgres_away_greys_the_figures_and_recovers(as_operator: OpenPage, reporters: Reporters, site: Site) -> None:
@@ -139,18 +140,17 @@ def test_postgres_away_greys_the_figures_and_recovers(as_operator: OpenPage, rep
         page.goto("/")
         live(page)
         figure = page.locator('[data-stat="tpot"] .figure')
-        colour = "node => getComputedStyle(node).color"
-        plain = figure.evaluate(colour)
+        plain = figure.evaluate("node => getComputedStyle(node).color")
         site.postgres.cut()
         try:
             expect(page.locator("#freshness")).to_contain_text("PostgreSQL does not answer", timeout=40_000)
             expect(page.locator("#freshness")).to_contain_text("since")
             expect(figure).to_contain_text("ms")
-            assert figure.evaluate(colour) != plain
+            expect(figure).not_to_have_css("color", plain)
         finally:
             site.postgres.mend()
         expect(page.locator("#freshness [data-state=live]")).to_be_visible(timeout=40_000)
-        assert figure.evaluate(colour) == plain
+        expect(figure).to_have_css("color", plain)
 
 
 def test_redis_away_is_said_and_the_figures_go_on(as_operator: OpenPage, reporters: Reporters, site: Site) -> None:
