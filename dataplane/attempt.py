@@ -145,9 +145,9 @@ class Choice:
         return [] if self._trail is None else self._trail.read()
 
     @property
-    def total_logprob(self) -> float:
-        """The log-probability of everything that was generated."""
-        return 0.0 if self._trail is None else self._trail.total
+    def mean_logprob(self) -> float:
+        """The log-probability per token of everything that was generated: what OpenAI's `best_of` chooses by."""
+        return 0.0 if self._trail is None else self._trail.total / max(1, self.output_tokens)
 
     def take(self, output: RequestOutput) -> None:
         """An output from the core. Never raises: a defect in the text path ends this sequence alone."""

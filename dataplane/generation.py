@@ -150,13 +150,13 @@ async def _finished(exchange: Exchange, attempt: Attempt) -> None:
 
 
 def _chosen(call: Call, attempt: Attempt) -> list[Choice]:
-    """The choices to be answered: of each prompt's samples the `n` that are likeliest as a whole, the best first."""
+    """The choices to be answered: of each prompt's samples the `n` likeliest per token, the best first."""
     if call.samples == call.n:
         return attempt.choices
     chosen: list[Choice] = []
     for start in range(0, len(attempt.choices), call.samples):
         samples = attempt.choices[start : start + call.samples]
-        chosen += sorted(samples, key=lambda choice: choice.total_logprob, reverse=True)[: call.n]
+        chosen += sorted(samples, key=lambda choice: choice.mean_logprob, reverse=True)[: call.n]
     return chosen
 
 

@@ -112,20 +112,20 @@ async def test_a_choice_that_ends_early_leaves_the_others_alone(tmp_path: Path) 
 
 
 async def test_best_of_answers_with_the_likeliest_samples_and_pays_for_all(tmp_path: Path) -> None:
-    """The script makes each further sample less likely per token: the shortest of them is the likeliest."""
+    """OpenAI's rule is log-probability per token; the script makes later tokens and further samples less likely."""
     long, short, middle = ids("one two three four five six"), ids("one"), ids("one two three")
     core = scripted(emits={"0": long, "1": short, "2": middle})
     async with serving(make_config(tmp_path, core)) as (_, client):
         status, body = await whole(client, "/v1/completions", prompt="x", n=2, best_of=3)
         assert status == 200
-        totals = {
-            text: -(number + 1) * sum(range(1, len(tokens) + 1)) / 8
+        means = {
+            text: -(number + 1) * sum(range(1, len(tokens) + 1)) / 8 / len(tokens)
             for number, (text, tokens) in enumerate(
                 [("one two three four five six", long), ("one", short), ("one two three", middle)]
             )
         }
-        likeliest = sorted(totals, key=totals.__getitem__, reverse=True)[:2]
-        assert likeliest != list(totals)[:2], "the test would not tell"
+        likeliest = sorted(means, key=means.__getitem__, reverse=True)[:2]
+        assert likeliest == ["one", "one two three four five six"], "by their totals it would be the middle one"
         assert [choice["text"] for choice in body["choices"]] == likeliest
         assert [choice["index"] for choice in body["choices"]] == [0, 1]
         assert all(choice["logprobs"] is None for choice in body["choices"])
