@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from dataplane.scheduling.config import Batching, Capacity, Preemption, QueueOrder, SchedulerConfig
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -37,6 +39,26 @@ def engine() -> None:
 def _engine_options(command: Any) -> Any:
     """Options that shape the engine core; unset ones are chosen by the engine."""
     for option in (
+        click.option(
+            "--steps-in-flight", type=click.IntRange(1, 2), help="2 plans the next step while one runs.  [default: 1]"
+        ),
+        click.option(
+            "--host-blocks",
+            type=click.IntRange(0),
+            help="KV blocks of host memory for swapped requests and evicted prefixes.  [default: 0]",
+        ),
+        _choice("--preemption", Preemption, "How a request whose blocks were taken comes back"),
+        _choice("--order", QueueOrder, "Who waits at the head, within one priority"),
+        _choice("--capacity", Capacity, "Blocks an admission takes: what it needs now, or may ever need"),
+        _choice("--batching", Batching, "When waiting requests join those that run"),
+        click.option(
+            "--long-prefill-threshold", type=click.IntRange(0), help="Most prompt tokens of one request in one step."
+        ),
+        click.option(
+            "--watermark",
+            type=click.FloatRange(0.0, 1.0, max_open=True),
+            help="Share of the blocks an admission leaves free.  [default: 0.01]",
+        ),
         click.option("--max-model-len", type=click.IntRange(2), help="Longest prompt and answer together, in tokens."),
         click.option("--num-blocks", type=click.IntRange(2), help="KV blocks in the pool."),
         click.option("--block-size", type=click.IntRange(1), help="Tokens per KV block."),
@@ -46,6 +68,13 @@ def _engine_options(command: Any) -> Any:
     ):
         command = option(command)
     return command
+
+
+def _choice(flag: str, kind: type[Batching | Capacity | Preemption | QueueOrder], what: str) -> Any:
+    """An option that takes one of the names in `kind`."""
+    names = [str(member) for member in kind]
+    default = getattr(SchedulerConfig(), flag.removeprefix("--"))
+    return click.option(flag, type=click.Choice(names), help=f"{what}.  [default: {default}]")
 
 
 @engine.command()
@@ -85,7 +114,7 @@ def serve(
     drain_seconds: float,
     check_when_idle: bool,
     log_level: str,
-    **options: int | None,
+    **options: Any,
 ) -> None:
     """Serve one model over HTTP.
 
@@ -153,7 +182,7 @@ def generate(
     temperature: float,
     seed: int | None,
     raw: bool,
-    **options: int | None,
+    **options: Any,
 ) -> None:
     """Answer PROMPT with the engine alone, without a server."""
     from dataplane.config import ConfigError

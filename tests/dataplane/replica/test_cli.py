@@ -34,6 +34,8 @@ def run(*arguments: str, token: str | None = "token", cwd: Path | None = None) -
         (["--log-level", "shouting"], 2, "log level"),
         (["--host", "203.0.113.7"], 1, "cannot listen on 203.0.113.7"),
         (["--replica", "a/../../b"], 2, "replica"),
+        (["--batching", "lucky"], 2, "'continuous', 'static', 'dynamic', 'selective'"),
+        (["--steps-in-flight", "3"], 2, "--steps-in-flight"),
     ],
 )
 def test_serve_refuses_in_one_sentence(tmp_path: Path, flags: list[str], code: int, sentence: str) -> None:
