@@ -151,12 +151,15 @@ def test_a_second_interrupt_kills_what_does_not_stop(stage: Stage) -> None:
     pid = stage.supervisor.pids()["deaf"]
     assert processes.wait_until(lambda: "deaf" in (stage.folder / "deaf.log").read_text())
     previous = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    # Started in the background by a shell, this process would ignore SIGINT.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         assert stage.supervisor.stop() is False
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGINT, heard)
     assert not processes.is_alive(pid)
 
 
