@@ -46,7 +46,7 @@ def run_mode(
 
 def workloads(case: SchedulerCase, traces: Traces, batch: int) -> dict[str, list[Lengths]]:
     """Lengths by name; the control first. Without the trace, those that are made up."""
-    count = batch * case.size(48, 16)
+    count = batch * case.size(32, 16)
     found = {
         "equal": [(BLOCK, OUTPUT)] * count,
         "exponential": exponential(count, OUTPUT, case.seed, BLOCK),

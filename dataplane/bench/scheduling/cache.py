@@ -7,12 +7,13 @@ hold what they share; a pool that holds everything, and a machine that keeps up,
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 
 from dataplane.bench.report import Table
 from dataplane.bench.scheduling.case import MANY, SchedulerCase, Section, pool
 from dataplane.bench.simulated import simulate
-from dataplane.bench.traces import MOONCAKE_BLOCK, Trace, TraceMissingError, Traces
+from dataplane.bench.traces import MOONCAKE_BLOCK, Trace, TraceMissingError, TraceRow, Traces
 from dataplane.bench.workload import mean, percentile, requests_of_trace
 from dataplane.scheduling.config import QueueOrder, SchedulerConfig
 
@@ -23,7 +24,7 @@ SEQUENCES = 16
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A pool of so many blocks, and how many times as fast the trace is played."""
+    """A pool of so many blocks, and how many times as fast the trace is played; at 0, nobody meets anybody."""
 
     name: str
     blocks: int
@@ -32,7 +33,8 @@ class Regime:
 
 POOL = 2_000
 """Blocks of the pool: a million tokens, of which those that run take a fifth."""
-LIGHT = 0.01
+APART_S = 1000.0
+"""Between two arrivals where nobody is to meet anybody: Mooncake's come in clusters, however slowly played."""
 PLAYED = {"mooncake": 0.1, "mooncake_synthetic": 0.2}
 """Three times what the machine keeps up with."""
 
@@ -42,7 +44,7 @@ def regimes(speed: float) -> tuple[Regime, ...]:
     return (
         Regime("crowded", POOL, speed),
         Regime("crowded, all fits", 30 * POOL, speed),
-        Regime("keeps up", POOL, LIGHT),
+        Regime("no queue", POOL, 0.0),
     )
 
 
@@ -62,7 +64,10 @@ class CacheUse:
 def run_cached(order: QueueOrder, trace: Trace, regime: Regime, case: SchedulerCase) -> CacheUse:
     config = SchedulerConfig(max_num_seqs=SEQUENCES, max_num_batched_tokens=BUDGET, max_waiting=MANY, order=order)
     kv = pool(regime.blocks * MOONCAKE_BLOCK, MOONCAKE_BLOCK, caching=True)
-    outcome = simulate(requests_of_trace(trace.rows, regime.speed), config, kv, cost=case.cost)
+    rows: Iterable[TraceRow] = trace.rows
+    if not regime.speed:
+        rows = (replace(row, arrival=APART_S * number) for number, row in enumerate(rows))
+    outcome = simulate(requests_of_trace(rows, regime.speed or 1.0), config, kv, cost=case.cost)
     return CacheUse(
         hits=outcome.hit_share,
         ttft_mean=mean(outcome.ttft),
@@ -113,8 +118,8 @@ def _table(trace: Trace, speed: float, found: dict[str, dict[str, CacheUse]]) ->
         for order, use in by_order.items()
     )
     return Table(
-        f"Cache-aware order, {trace.name} (n = {len(trace.rows)}, played at {speed:g} and {LIGHT:g} of its speed), "
-        f"{POOL} blocks of {MOONCAKE_BLOCK} tokens",
+        f"Cache-aware order, {trace.name} (n = {len(trace.rows)}, played at {speed:g} of its speed), {POOL} "
+        f"blocks of {MOONCAKE_BLOCK} tokens",
         ("regime: order", "token hits", "TTFT mean s", "p50", "p99", "max", "prefill tokens", "tokens/s"),
         rows,
         "Controls: a pool that all fits in has the same hits in any order, and without a queue there is nothing to "

@@ -14,6 +14,7 @@ from dataplane.bench.scheduling.case import A100_80G_SLOTS, MANY, SchedulerCase,
 from dataplane.bench.simulated import Outcome, simulate
 from dataplane.bench.traces import TraceMissingError, Traces
 from dataplane.bench.workload import Lengths, lengths_of, percentile, poisson, requests_of
+from dataplane.request import Request
 from dataplane.scheduling.config import SchedulerConfig
 from dataplane.scheduling.draft import Draft
 from dataplane.scheduling.scheduler import Scheduler
@@ -33,6 +34,9 @@ class PrefillFirst(Scheduler):
         self._admit(draft, now)
         return not draft.tokens and super()._plan_running(draft, now)
 
+    def _begin(self, draft: Draft, request: Request, now: float) -> bool:
+        return request.wanted <= draft.budget and super()._begin(draft, request, now)
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -44,21 +48,23 @@ class Latency:
     ttft_p50: float
     ttft_p99: float
     throughput: float
+    """Output tokens per second, with requests arriving."""
+    most: float
+    """The same with all requests waiting: what the machine can do."""
     prefill_tokens: int
     prefill_s: float
     preemptions: int
 
 
-def run_chunk(chunk: int | None, lengths: list[Lengths], case: SchedulerCase, rate: float | None) -> Latency:
+def run_chunk(chunk: int | None, lengths: list[Lengths], case: SchedulerCase, rate: float | None) -> Outcome:
     """A token budget of `chunk`, or prefill-first; `rate` requests per second, or all at once."""
     config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=chunk or LONGEST, max_waiting=MANY)
     arrivals = None if rate is None else poisson(rate, case.seed)
     make = PrefillFirst if chunk is None else Scheduler
-    outcome = simulate(requests_of(lengths, arrivals), config, pool(A100_80G_SLOTS), cost=case.cost, make=make)
-    return latency_of(outcome)
+    return simulate(requests_of(lengths, arrivals), config, pool(A100_80G_SLOTS), cost=case.cost, make=make)
 
 
-def latency_of(outcome: Outcome) -> Latency:
+def latency_of(outcome: Outcome, most: float) -> Latency:
     return Latency(
         itl_p50=percentile(outcome.itl, 0.5),
         itl_p99=percentile(outcome.itl, 0.99),
@@ -66,6 +72,7 @@ def latency_of(outcome: Outcome) -> Latency:
         ttft_p50=percentile(outcome.ttft, 0.5),
         ttft_p99=percentile(outcome.ttft, 0.99),
         throughput=outcome.throughput,
+        most=most,
         prefill_tokens=outcome.prefill_tokens,
         prefill_s=outcome.prefill_s,
         preemptions=outcome.preemptions,
@@ -97,10 +104,15 @@ def chunking(case: SchedulerCase, traces: Traces) -> Section:
 
 def frontier(lengths: list[Lengths], case: SchedulerCase, load: float) -> tuple[float, dict[str, Latency]]:
     """Requests/s that arrive, and what each budget makes of them, the largest first."""
-    most = run_chunk(None, lengths, case, None).throughput
-    rate = load * most * len(lengths) / sum(output for _, output in lengths)
-    found = {"prefill-first": run_chunk(None, lengths, case, rate)}
-    return rate, found | {str(chunk): run_chunk(chunk, lengths, case, rate) for chunk in reversed(CHUNKS)}
+    budgets = (None, *reversed(CHUNKS))
+    most = {budget: run_chunk(budget, lengths, case, None).throughput for budget in budgets}
+    rate = load * most[None] * len(lengths) / sum(output for _, output in lengths)
+    return rate, {
+        "prefill-first" if budget is None else str(budget): latency_of(
+            run_chunk(budget, lengths, case, rate), most[budget]
+        )
+        for budget in budgets
+    }
 
 
 def _table(name: str, count: int, rate: float, load: float, found: dict[str, Latency]) -> Table:
@@ -114,6 +126,7 @@ def _table(name: str, count: int, rate: float, load: float, found: dict[str, Lat
             f"{each.ttft_p50:.2f}",
             f"{each.ttft_p99:.2f} ({each.ttft_p99 / base.ttft_p99:.2f}x)",
             f"{each.throughput:.1f} ({each.throughput / base.throughput - 1:+.2%})",
+            f"{each.most:.0f} ({each.most / base.most - 1:+.1%})",
             f"{each.prefill_tokens:,}",
             f"{each.prefill_s / base.prefill_s:.2f}",
         )
@@ -129,10 +142,11 @@ def _table(name: str, count: int, rate: float, load: float, found: dict[str, Lat
             "TTFT p50 s",
             "TTFT p99 (price)",
             "tokens/s",
+            "when all wait",
             "prefill tokens",
             "prefill work",
         ),
         rows,
         "Control: the prefill tokens are the same and the work for them is not lower (it rises by the fixed cost of "
-        "further steps). Throughput is that of the arrivals.",
+        "further steps). Tokens/s are those of the arrivals, and beside them those the machine can do.",
     )

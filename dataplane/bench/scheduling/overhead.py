@@ -27,9 +27,10 @@ from dataplane.scheduling.plan import Plan
 from dataplane.scheduling.scheduler import Scheduler
 
 RUNNING = 256
-PROMPT = 64
+PROMPT = 320
+"""Above 256, up to which Python has its integers ready: they would flatter a short prompt."""
 LONG = 4096
-"""Tokens of a long prompt: what a request has behind it should cost nothing either."""
+"""What a request has behind it should cost nothing either."""
 MEASURED = 200
 """Steps of each measurement."""
 TINY_BLOCKS, TINY_SIZE = 33, 4

@@ -134,7 +134,7 @@ def test_where_prompts_are_shorter_than_a_chunk_there_is_nothing_to_cut() -> Non
 def test_prefill_first_lets_no_decode_into_a_step_with_prompts() -> None:
     outcome = chunking.run_chunk(None, [(1000, 20)] * 10, CASE, 2.0)
     a, b, c = CASE.cost.prefill
-    assert outcome.itl_max > (a + b * 1000 + c * 1000**2) / 1000, "a decode waited for a whole prompt"
+    assert max(outcome.itl) > (a + b * 1000 + c * 1000**2) / 1000, "a decode waited for a whole prompt"
 
 
 # ------------------------------------------------------------------------------------------------------------ fairness
@@ -225,7 +225,7 @@ def test_an_order_by_hits_finds_more_in_a_small_cache_and_nothing_more_in_a_larg
 
 def test_without_a_queue_an_order_changes_nothing() -> None:
     trace = shared_prompts(4, 3)
-    fcfs, aware = (cache.run_cached(order, trace, cache.Regime("light", 120, 0.001), CASE) for order in cache.ORDERS)
+    fcfs, aware = (cache.run_cached(order, trace, cache.Regime("light", 120, 0.0), CASE) for order in cache.ORDERS)
     assert fcfs == aware
 
 
