@@ -22,8 +22,8 @@ from dataplane.scheduling.scheduler import Scheduler
 CHUNKS = (256, 512, 1024, 2048)
 LONGEST = 4096
 """Prompt and output together, of the requests taken from a trace."""
-LOADS = {"conv": 0.8, "arxiv": 0.9}
-"""Arrivals as a share of what prefill-first does when all requests wait."""
+LOAD = 0.8
+"""Arrivals as a share of what prefill-first does when all requests wait. Memory never runs out at it."""
 
 
 class PrefillFirst(Scheduler):
@@ -93,8 +93,8 @@ def chunking(case: SchedulerCase, traces: Traces) -> Section:
         except TraceMissingError as error:
             missing = error
             continue
-        rate, found = frontier(lengths, case, LOADS[role])
-        section.tables.append(_table(name, len(lengths), rate, LOADS[role], found))
+        rate, found = frontier(lengths, case, LOAD)
+        section.tables.append(_table(name, len(lengths), rate, found))
         steps = {budget: asdict(latency) for budget, latency in found.items()}
         section.results[name] = {"rate": rate, "steps": steps}
     if missing is not None and not section.tables:
@@ -115,7 +115,7 @@ def frontier(lengths: list[Lengths], case: SchedulerCase, load: float) -> tuple[
     }
 
 
-def _table(name: str, count: int, rate: float, load: float, found: dict[str, Latency]) -> Table:
+def _table(name: str, count: int, rate: float, found: dict[str, Latency]) -> Table:
     base = found["prefill-first"]
     rows = tuple(
         (
@@ -133,7 +133,7 @@ def _table(name: str, count: int, rate: float, load: float, found: dict[str, Lat
         for budget, each in found.items()
     )
     return Table(
-        f"Chunked prefill, {name} lengths (n = {count}, {rate:.2f} requests/s, {load:.0%} of capacity)",
+        f"Chunked prefill, {name} lengths (n = {count}, {rate:.2f} requests/s, {LOAD:.0%} of capacity)",
         (
             "tokens a step",
             "ITL p50 ms",

@@ -326,7 +326,7 @@ def test_useful_shares_on_public_lengths(public_traces: Traces) -> None:
 @pytest.mark.parametrize("role", ["conv", "arxiv"])
 def test_the_frontier_is_monotone_on_public_lengths(public_traces: Traces, role: str) -> None:
     lengths = lengths_of(public_traces.read(role, 800).rows, chunking.LONGEST)[:400]
-    _, found = chunking.frontier(lengths, CASE, chunking.LOADS[role])
+    _, found = chunking.frontier(lengths, CASE, chunking.LOAD)
     assert_frontier(found)
     assert found["512"].itl_p99 < found["prefill-first"].itl_p99 / 1.5
 
