@@ -199,7 +199,9 @@ async def open_and_close(deployed: Deployment, redis: Redis, cycles: int, togeth
     assert {task.get_name() for task in asyncio.all_tasks()} <= tasks
     assert len(await redis.client_list()) <= clients
     assert (await redis.pubsub_numsub(LOAD_CHANNEL))[0][1] == subscriptions == 1
-    assert resources.engine.pool.checkedout() == 0
+    async with asyncio.timeout(10):  # the application's own reading, once a second, may hold one for a moment
+        while resources.engine.pool.checkedout():
+            await asyncio.sleep(0.01)
 
 
 async def test_f37_hundreds_of_streams_opened_and_closed_leave_nothing(settings: Settings, redis: Redis) -> None:
