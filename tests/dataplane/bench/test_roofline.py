@@ -46,16 +46,17 @@ def test_the_whole_bench_runs_and_writes_what_its_docstring_says(tiny: Path, tmp
 
 
 def test_hits_are_measured_on_the_real_engine_and_predicted_from_prompts_without_any(tiny: Path) -> None:
+    """So small a model takes hardly longer for a prompt than for nothing; planted steps show how much is credited."""
     bench = EngineBench(str(tiny), prompt=96, threads=1, seed=4)
     result = bench.run((0.0, 0.5, 0.9), repeats=2)
     cold, half, most = result.hits
     assert [hit.cached for hit in result.hits] == [0, 48, 80], "whole blocks of 16"
     assert half.saved == pytest.approx(area_saved(0.5, result.kappa))
     assert cold.by_area == cold.ttft.median
-    assert cold.by_area > half.by_area > most.by_area, "a hit is credited to TTFT"
-    assert cold.by_steps > half.by_steps > most.by_steps
+    assert cold.by_area >= half.by_area >= most.by_area
+    assert cold.by_steps >= half.by_steps >= most.by_steps
     assert cold.gain_predicted == cold.gain_measured == 1.0
-    assert 1.0 < half.gain_predicted < most.gain_predicted
+    assert 1.0 <= half.gain_predicted <= most.gain_predicted
     assert all(hit.tpot.n == hit.ttft.n == 2 and hit.tpot.least > 0 for hit in result.hits)
     figures = result.model.coefficients.values()
     assert all(figure.kind is FigureKind.CALIBRATED and "without hits" in figure.source for figure in figures)
@@ -77,6 +78,8 @@ def test_the_control_is_no_part_of_any_prediction(tiny: Path) -> None:
 
     quick, slow = hits(0.01), hits(0.02)
     assert [hit[:2] for hit in quick] == [hit[:2] for hit in slow]
+    assert quick[0][0] > quick[1][0], "a hit is credited to TTFT"
+    assert quick[0][1] > quick[1][1]
     assert quick[1][2] > slow[1][2] > 1.0, "the more of the time is decode, the less a hit is worth"
     assert DECODED > 1
 

@@ -250,14 +250,14 @@ def test_ten_thousand_requests_leave_every_block_free_and_no_memory_behind() -> 
 
 
 def test_a_step_does_not_grow_with_those_that_ended() -> None:
-    """A ratio of medians in one process: wide enough for a busy machine, narrow enough for a loop over what is over."""
+    """A ratio of medians in one process: wide enough for a busy machine; a loop over all that ended costs far more."""
     old = overhead.Decoding(CASE, running=32)
     for _ in range(30):
         old.fill(2)
         old.drain()
     fresh, history = overhead.measure((overhead.Decoding(CASE, running=32), old))
     assert (fresh.history, history.history) == (0, 960)
-    assert history.total_ms < 1.5 * fresh.total_ms
+    assert history.total_ms < 3 * fresh.total_ms
 
 
 # ------------------------------------------------------------------------------------------------- the bench as a whole
