@@ -66,22 +66,21 @@ class FreeQueue:
 
     def append(self, block: Block) -> None:
         """Give `block` back, to be taken last."""
-        if block.before is not None or block.behind is not None:
-            raise IntegrityError(f"block {block.block_id} is in the free queue already")
-        last = self._tail.before
-        assert last is not None
-        last.behind, block.before = block, last
-        block.behind, self._tail.before = self._tail, block
-        self._count += 1
+        assert self._tail.before is not None
+        self._insert(block, self._tail.before)
 
     def prepend(self, block: Block) -> None:
         """Give `block` back, to be taken first: it holds nothing that anyone may want again."""
+        self._insert(block, self._head)
+
+    def _insert(self, block: Block, before: Block) -> None:
+        """Link `block` in behind `before`."""
         if block.before is not None or block.behind is not None:
             raise IntegrityError(f"block {block.block_id} is in the free queue already")
-        first = self._head.behind
-        assert first is not None
-        first.before, block.behind = block, first
-        block.before, self._head.behind = self._head, block
+        behind = before.behind
+        assert behind is not None
+        before.behind, block.before = block, before
+        block.behind, behind.before = behind, block
         self._count += 1
 
     def check_integrity(self) -> None:
