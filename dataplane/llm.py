@@ -153,6 +153,7 @@ class LLM:
             for output in self.core.step():
                 self._take(output, running, done)
             if pause_s := self.core.pause_s:
+                # This thread alone feeds and drives the core: no event can come before the moment it names.
                 time.sleep(pause_s)
         return [done[request_id] for request in requests for request_id in (request.request_id, *request.forks)]
 
