@@ -153,8 +153,12 @@ class Timing(Message, frozen=True, kw_only=True):
     last_token: float | None = None
 
 
-class RequestOutput(Message, frozen=True, kw_only=True):
-    """What one step produced for one request. `finish` is set exactly once, on the last output."""
+class RequestOutput(Message, frozen=True, kw_only=True, gc=False):
+    """What one step produced for one request. `finish` is set exactly once, on the last output.
+
+    What is said of the request itself (`cached_tokens` and all that follows, but for `logprobs`) is there on its first
+    output and on its last; those between hold tokens alone.
+    """
 
     request_id: str
     token_ids: list[int] = []

@@ -26,16 +26,15 @@ def take_until_stop(
     Returns the tokens taken, the final state if it ended, and the stop id that ended it (None for the end of
     sequence, as vLLM reports it). What was sampled after the end is dropped.
     """
-    params, taken = request.params, []
-    for token in sampled:
-        request.tokens.append(token)
-        taken.append(token)
-        generated = request.generated
+    params, tokens = request.params, request.tokens
+    for count, token in enumerate(sampled, 1):
+        tokens.append(token)
+        generated = len(tokens) - request.prompt_len
         if generated >= params.min_tokens:
             if token in eos_token_ids and not params.ignore_eos:
-                return taken, RequestState.FINISHED_STOPPED, None
+                return list(sampled[:count]), RequestState.FINISHED_STOPPED, None
             if token in params.stop_token_ids:
-                return taken, RequestState.FINISHED_STOPPED, token
+                return list(sampled[:count]), RequestState.FINISHED_STOPPED, token
         if generated >= request.max_tokens:
-            return taken, RequestState.FINISHED_LENGTH, None
-    return taken, None, None
+            return list(sampled[:count]), RequestState.FINISHED_LENGTH, None
+    return list(sampled), None, None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from dataplane.errors import IntegrityError
 from dataplane.memory.block_pool import BlockPool
@@ -147,6 +148,22 @@ class KVManager:
         edge = min((known // size + 1) * size, len(table.blocks) * size + 1)
         table.quiet = 0 if table.forked or unnamed else edge
         return [block.block_id for block in taken]
+
+    def extend(self, requests: Sequence[Request], start: int, stop: int) -> int:
+        """Room for one token more of each of `requests[start:stop]`, up to the first that needs more than a new count.
+
+        Returns how many got it. The token of the next completes a block, begins one, or writes to one that is shared;
+        or that request holds nothing.
+        """
+        tables, count = self._tables, 0
+        for request in islice(requests, start, stop):
+            table = tables.get(request.request_id)
+            known = request.computed + 1
+            if table is None or known >= table.quiet:
+                break
+            table.tokens = known
+            count += 1
+        return count
 
     def take_replaced(self, request_id: str) -> tuple[int, int] | None:
         """(index in the table, new block id) if the request's last allocation copied a shared block; told once."""
@@ -329,8 +346,11 @@ class KVManager:
     def _extend_hashes(self, request: Request) -> None:
         if (len(request.block_hashes) + 1) * self.block_size > request.wanted:
             return
-        root = root_hash(kv_format=self.kv_format, adapter=request.adapter, salt=request.salt, tenant=request.tenant)
-        extend_chain(request.block_hashes, root, request.tokens, self.block_size)
+        hashes = request.block_hashes
+        extend_chain(hashes, hashes[-1] if hashes else self._root(request), request.tokens, self.block_size)
+
+    def _root(self, request: Request) -> bytes:
+        return root_hash(kv_format=self.kv_format, adapter=request.adapter, salt=request.salt, tenant=request.tenant)
 
     def _cache_full(self, request: Request, table: Table) -> None:
         """Index the blocks that are full once the step being planned has run, and whose tokens are known."""

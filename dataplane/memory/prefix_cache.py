@@ -28,11 +28,14 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return sha256(parent + array("I", tokens).tobytes()).digest()
 
 
-def extend_chain(hashes: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` those of every full block of `tokens` that is not there yet."""
-    for index in range(len(hashes), len(tokens) // block_size):
-        parent = hashes[-1] if hashes else root
-        hashes.append(block_hash(parent, tokens[index * block_size : (index + 1) * block_size]))
+def extend_chain(hashes: list[bytes], parent: bytes, tokens: Sequence[int], block_size: int) -> None:
+    """Append to `hashes` those of every full block of `tokens` that is not there yet.
+
+    `parent` is the last that is there, or where the chain starts.
+    """
+    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = block_hash(parent, tokens[start : start + block_size])
+        hashes.append(parent)
 
 
 class PrefixIndex:

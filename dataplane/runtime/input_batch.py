@@ -86,11 +86,12 @@ class InputBatch:
             self._advance(running)
 
     def gather(self, plan: Plan) -> StepInput:
-        """The inputs of `plan`, for rows that `update` has brought up to it."""
+        """The inputs of `plan`, for rows that `update` has brought up to it. Its tokens count as computed from now."""
         order = sorted(plan.tokens, key=lambda request_id: plan.tokens[request_id] > 1)
         rows = np.array([self._row[request_id] for request_id in order], dtype=np.int64)
         counts = np.array([plan.tokens[request_id] for request_id in order], dtype=np.int64)
         starts = self._computed[rows]
+        self._computed[rows] += counts
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(rows)), counts)
         positions = starts[owner] + np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -123,6 +124,8 @@ class InputBatch:
             if start < prompt_len:
                 targets = torch.from_numpy(self._tokens[self._row[request_id], start + 1 : end + 1].copy())
                 spans.append(ScoredSpan(request_id, at, targets, first=start == 0))
+            if start + count >= prompt_len:
+                self._scored.pop(request_id, None)
         return spans
 
     def params(self, request_ids: list[str]) -> list[RowParams]:
@@ -166,8 +169,6 @@ class InputBatch:
             index, block = running.replaced
             self._tables[row, index] = block
         self._computed[row] = running.computed
-        if running.computed >= self._scored.get(running.request_id, 0):
-            self._scored.pop(running.request_id, None)
 
     def _drop(self, request_id: str) -> None:
         """Free a row. A request that ended before its first step has none."""

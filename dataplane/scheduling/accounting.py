@@ -56,17 +56,20 @@ class Accounting:
             self.tenant(request).prompt_tokens += served - request.served_prompt
             request.served_prompt = served
 
-    def generated(self, request: Request, count: int, now: float, *, with_prefill: bool) -> None:
-        """`count` tokens came out; the gap before them is kept apart when prefill shared the step."""
-        if request.first_token is None:
-            request.first_token = now
-        elif with_prefill and request.last_token is not None:
-            if self.service.itl_with_prefill is None:
-                self.service.itl_with_prefill = Histogram()
-            self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / count, count)
-        request.last_token = now
-        self.scheduling.output_tokens += count
-        self.tenant(request).output_tokens += count
+    def generated(self, sampled: Iterable[tuple[Request, int]], now: float, *, with_prefill: bool) -> None:
+        """So many tokens came out of each request; the gap before them is kept apart when prefill shared the step."""
+        total, tenants = 0, self.scheduling.tenants
+        for request, count in sampled:
+            if request.first_token is None:
+                request.first_token = now
+            elif with_prefill and request.last_token is not None:
+                if self.service.itl_with_prefill is None:
+                    self.service.itl_with_prefill = Histogram()
+                self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / count, count)
+            request.last_token = now
+            total += count
+            (tenants.get(request.tenant) or self.tenant(request)).output_tokens += count
+        self.scheduling.output_tokens += total
 
     def preempted(self, how: Preemption) -> None:
         """A request lost its blocks; `how` it will get its KV back."""
@@ -94,11 +97,11 @@ class Accounting:
         each = seconds / plan.total_tokens
         if not each:
             return
-        tokens = plan.tokens
+        tokens, tenants = plan.tokens, self.scheduling.tenants
         for request in live:
             share = each * tokens.get(request.request_id, 0)
             request.device_seconds += share
-            self.tenant(request).device_seconds += share
+            (tenants.get(request.tenant) or self.tenant(request)).device_seconds += share
 
     def tenant(self, request: Request) -> TenantService:
         """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""

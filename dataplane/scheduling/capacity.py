@@ -30,6 +30,8 @@ class Room:
         self._watermark = math.ceil(config.watermark * usable)
         self._reserve = reserve_max if reserve is None and config.capacity is Capacity.RESERVE_MAX else reserve
         self.reserves = self._reserve is not None
+        self.grows = self.reserves and self._reserve is not reserve_max
+        """Whether a table needs more room as its request gets on, beyond that for its tokens."""
         self.promised: dict[str, int] = {}
         """Blocks that are kept free, by the request they are for."""
 

@@ -5,6 +5,7 @@ Layer: scheduling. Pure. It adds up what the scheduler puts into a step; it deci
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataplane.memory.manager import KVManager
@@ -50,17 +51,21 @@ class Draft:
         self.pairs += count * start + count * (count + 1) // 2
         self.context += end
 
-    def decode(self, request: Request) -> None:
-        """What `schedule` does for one token after the last sampled one: most of what a step holds."""
-        end = request.computed = request.computed + 1
-        request_id = request.request_id
-        self.budget -= 1
-        self.tokens[request_id] = 1
-        self.samples.add(request_id)
-        self.requests.append(request)
-        request.placeholders += self.ahead
-        self.pairs += end
-        self.context += end
+    def decode(self, requests: Sequence[Request]) -> None:
+        """What `schedule` does for one token after the last sampled one, of each of `requests`."""
+        context, ahead = 0, self.ahead
+        for request in requests:
+            request.computed = end = request.computed + 1
+            context += end
+            if ahead:
+                request.placeholders += 1
+        ids = [request.request_id for request in requests]
+        self.budget -= len(ids)
+        self.tokens.update(dict.fromkeys(ids, 1))
+        self.samples.update(ids)
+        self.requests += requests
+        self.pairs += context
+        self.context += context
 
     def begin(self, request: Request, kv: KVManager, stop_ids: tuple[int, ...], parent: str = "") -> None:
         """Send `request` whole, as it stands before its tokens are scheduled."""

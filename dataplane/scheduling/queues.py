@@ -49,6 +49,9 @@ class Order(Protocol):
 class Queue(Protocol):
     """What the scheduler asks of a waiting queue."""
 
+    by_service: bool
+    """Whether service has a say in the order; if not, it need not be told of."""
+
     def __len__(self) -> int: ...
 
     def __contains__(self, request_id: str) -> bool: ...
@@ -146,8 +149,9 @@ class WaitingQueue:
     Every call is O(log n) in the requests that wait, plus what the policy says of itself.
     """
 
-    def __init__(self, make_order: Callable[[], Order] = fair_tag) -> None:
+    def __init__(self, make_order: Callable[[], Order] = fair_tag, *, by_service: bool = True) -> None:
         self._make_order = make_order
+        self.by_service = by_service
         self._bands: dict[int, _Band] = {}
         self._ready: list[int] = []  # priorities that have somebody waiting, ascending
         self._preempted: dict[str, bool] = {}  # who waits, and whether among the preempted
@@ -243,9 +247,9 @@ def make_queue(
             raise ValueError(f"the weight of tenant {tenant!r} must be positive, got {weight}")
     match config.order:
         case QueueOrder.FCFS:
-            return WaitingQueue(fcfs)
+            return WaitingQueue(fcfs, by_service=False)
         case QueueOrder.FAIR_TAG:
-            return WaitingQueue(fair_tag)
+            return WaitingQueue(fair_tag, by_service=False)
         case QueueOrder.VTC:
             charges = TokenCharges(config.input_charge, config.cached_charge, config.output_charge)
             return WaitingQueue(lambda: VTCOrder(charges, weights or {}))
@@ -253,4 +257,4 @@ def make_queue(
             if hit_ratio is None:
                 raise ValueError("an order by cache hits needs to be told the hit ratios")
             ratio = hit_ratio
-            return WaitingQueue(lambda: CacheOrder(ratio))
+            return WaitingQueue(lambda: CacheOrder(ratio), by_service=False)

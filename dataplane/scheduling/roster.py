@@ -291,6 +291,11 @@ class Roster:
         stop_reason: int | None = None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> RequestOutput:
+        """What to tell of `tokens`; what is told of the request itself goes with its first output and its last."""
+        if request.state is RequestState.RUNNING and len(request.tokens) - request.prompt_len > len(tokens):
+            if not logprobs:
+                return RequestOutput(request_id=request.request_id, token_ids=tokens)
+            return RequestOutput(request_id=request.request_id, token_ids=tokens, logprobs=list(logprobs))
         prompt_logprobs = None
         if tokens and request.prompt_logprobs:
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []

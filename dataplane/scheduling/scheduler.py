@@ -80,19 +80,19 @@ class Scheduler(Roster):
 
     def _plan_running(self, draft: Draft, now: float) -> bool:
         """Give running requests their tokens: decodes first, then unfinished prefills. False if one went without."""
-        prefills = []
-        index, running = 0, self.running
-        while index < len(running) and draft.budget > 0:
-            request = running[index]
-            wanted = len(request.tokens) + request.placeholders
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            placeholders = request.placeholders
+            wanted = len(request.tokens) + placeholders
             left = wanted - request.computed
-            if left > 1 or (left == 1 and wanted == request.prompt_len):
+            if left == 1 and wanted != request.prompt_len:
+                if not placeholders or wanted <= request.most_tokens:
+                    decodes.append(request)
+            elif left > 0:
                 prefills.append(request)
-            elif left == 1 and (not request.placeholders or wanted <= request.most_tokens):
-                went = self._run(draft, request, 1, now)
-                if not went and request.state is RequestState.RUNNING:
-                    return False
-            index += 1
+        if not self._plan_decodes(draft, decodes, now):
+            return False
         for request in prefills:
             if draft.budget <= 0:
                 break
@@ -101,6 +101,22 @@ class Scheduler(Roster):
                 if not self._run(draft, request, count, now):
                     return False
         return not draft.preempted
+
+    def _plan_decodes(self, draft: Draft, decodes: list[Request], now: float) -> bool:
+        """One token for each, in order; those that need no block for it, most of what runs, many at a time."""
+        done, quick = 0, not (self._room.grows or self._room.promised)
+        while done < len(decodes) and draft.budget > 0:
+            if quick and (count := self.kv.extend(decodes, done, done + draft.budget)):
+                draft.decode(decodes[done : done + count])
+                done += count
+                continue
+            request = decodes[done]
+            done += 1
+            if request.state is RequestState.RUNNING:
+                went = self._run(draft, request, 1, now)
+                if not went and request.state is RequestState.RUNNING:
+                    return False
+        return True
 
     def _run(self, draft: Draft, request: Request, count: int, now: float) -> bool:
         """Put a running request into the step, with the blocks it needs. False if there are none."""
@@ -118,7 +134,7 @@ class Scheduler(Roster):
         replaced = self.kv.take_replaced(request_id)
         draft.running.append(RunningRequest(request_id, blocks, request.computed, replaced))
         if request.computed + 1 == len(request.tokens) + request.placeholders > request.prompt_len:
-            draft.decode(request)
+            draft.decode([request])
         else:
             draft.schedule(request, count)
             self.accounts.computed(request)
@@ -192,6 +208,21 @@ class Scheduler(Roster):
         outputs, self._outputs = self._outputs, []
         if not plan.tokens:
             return outputs
+        live = self._landed(plan)
+        seconds = result.seconds.total
+        self.accounts.charge_time(plan, seconds, live)
+        self.preemption.observe(plan, seconds)
+        for request_id, logprobs in result.prompt_logprobs.items():
+            if (request := self._requests.get(request_id)) is not None and request.state is RequestState.RUNNING:
+                request.prompt_logprobs += logprobs
+        for request_id, error in result.errors.items():
+            if (request := self._requests.get(request_id)) is not None and request.state is RequestState.RUNNING:
+                request.error = error
+                outputs += self._end(request, RequestState.FINISHED_ERROR, now)
+        return outputs + self._take(live, plan, result, now)
+
+    def _landed(self, plan: Plan) -> list[Request]:
+        """Those of a step who still run, now that its result is in. The others may have waited for it to end."""
         live = []
         for request in self._flights.land(plan.step):
             if request.state is RequestState.RUNNING:
@@ -201,31 +232,30 @@ class Scheduler(Roster):
             if not request.in_flight:
                 del self._flights.leaving[request.request_id]
                 self._release(request)
-        seconds = result.seconds.total
-        self.accounts.charge_time(plan, seconds, live)
-        self.preemption.observe(plan, seconds)
-        errors, prompt_logprobs, with_prefill = result.errors, result.prompt_logprobs, plan.prefill_tokens > 0
+        return live
+
+    def _take(self, live: list[Request], plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
+        """The tokens that running requests yielded."""
+        samples, errors, ahead = plan.samples, result.errors, self._ahead
+        taken = []
         for request in live:
             request_id = request.request_id
-            if prompt_logprobs and request_id in prompt_logprobs:
-                request.prompt_logprobs += prompt_logprobs[request_id]
-            if errors and request_id in errors:
-                request.error = errors[request_id]
-                outputs += self._end(request, RequestState.FINISHED_ERROR, now)
-            elif request_id in plan.samples:
-                outputs.append(self._take(request, result, now, with_prefill=with_prefill))
+            if request_id in samples and request_id not in errors:
+                if ahead:
+                    request.placeholders -= 1
+                taken.append((request, *take_until_stop(request, result.tokens[request_id], self._eos)))
+        counts = [(request, len(tokens)) for request, tokens, _, _ in taken]
+        self.accounts.generated(counts, now, with_prefill=plan.prefill_tokens > 0)
+        if self.waiting.by_service:
+            for request, count in counts:
+                self.waiting.served(request, output_tokens=count)
+        outputs = []
+        for request, tokens, state, stop_reason in taken:
+            if state is not None:
+                self._finish(request, state, now)
+            logprobs = result.logprobs.get(request.request_id, ())[: len(tokens)] if result.logprobs else ()
+            outputs.append(self._output(request, tokens, stop_reason, logprobs))
         return outputs
-
-    def _take(self, request: Request, result: StepResult, now: float, *, with_prefill: bool) -> RequestOutput:
-        """A running request yielded tokens."""
-        request.placeholders -= self._ahead
-        tokens, state, stop_reason = take_until_stop(request, result.tokens[request.request_id], self._eos)
-        self.accounts.generated(request, len(tokens), now, with_prefill=with_prefill)
-        self.waiting.served(request, output_tokens=len(tokens))
-        if state is not None:
-            self._finish(request, state, now)
-        logprobs = result.logprobs.get(request.request_id, [])[: len(tokens)] if result.logprobs else []
-        return self._output(request, tokens, stop_reason, logprobs)
 
     def _share(self, wanted: int, budget: int) -> int:
         threshold = self.config.long_prefill_threshold

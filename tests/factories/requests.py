@@ -181,9 +181,8 @@ class KVExecutor(ScriptedExecutor):
         for new in plan.new:
             self._sequences[new.request_id] = list(new.tokens)
             self._seeds[new.request_id] = new.seed
-        starts = {new.request_id: new.computed for new in plan.new}
-        starts |= {running.request_id: running.computed for running in plan.running}
-        tables = {new.request_id: list(new.blocks) for new in plan.new}
+        starts = self.computed | {new.request_id: new.computed for new in plan.new}
+        tables = self.tables | {new.request_id: list(new.blocks) for new in plan.new}
         for running in plan.running:
             tables[running.request_id] = extended(self.tables[running.request_id], running)
         for request_id, count in plan.tokens.items():

@@ -57,10 +57,11 @@ class Decoding:
     """A scheduler in which `running` requests decode and nothing else happens, with a prefix cache as it is served."""
 
     def __init__(self, case: SchedulerCase, *, running: int = RUNNING, prompt: int = PROMPT) -> None:
+        longest = prompt + BLOCK
         config = SchedulerConfig(
-            max_num_seqs=running, max_num_batched_tokens=running * prompt, max_waiting=MANY, order=QueueOrder.FCFS
+            max_num_seqs=running, max_num_batched_tokens=running * longest, max_waiting=MANY, order=QueueOrder.FCFS
         )
-        blocks = running * ((prompt + MEASURED) // BLOCK + 2)
+        blocks = running * ((longest + MEASURED) // BLOCK + 2)
         self.scheduler = Scheduler(config, KVManager(blocks, BLOCK))
         self.history = 0
         self._running, self._prompt = running, prompt
@@ -71,7 +72,8 @@ class Decoding:
     def fill(self, output: int) -> None:
         """Start the requests, of `output` tokens each, and compute their prompts."""
         for number in range(self._running):
-            prompt = [self._random.randrange(1 << 15) for _ in range(self._prompt)]
+            # Their blocks fill at different steps, as they do when requests come one by one.
+            prompt = [self._random.randrange(1 << 15) for _ in range(self._prompt + number % BLOCK)]
             self.scheduler.add(request_of(f"{self.history}-{number}", prompt, output, self._now))
         self.step()
 

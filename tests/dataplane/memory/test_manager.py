@@ -102,6 +102,25 @@ def test_reserved_blocks_are_held_from_the_start_and_not_asked_for_again() -> No
     assert manager.allocate(make_request("2", range(8)), 8, reserve=32) == [9, 10]
 
 
+def test_many_are_extended_at_once_up_to_the_first_that_needs_more_than_a_count() -> None:
+    manager = KVManager(11, 4)
+    requests = [make_request(name, range(length)) for name, length in (("a", 5), ("b", 6), ("c", 7), ("d", 5))]
+    for request in requests:
+        manager.allocate(request, request.wanted - 1)
+        request.computed = request.wanted - 1
+        append(manager, request, 9)
+        request.tokens.append(9)
+    # Until the second block of "c" is full; its hash is to be made.
+    assert manager.extend(requests, 0, 4) == 2
+    assert manager.extend(requests, 2, 4) == 0
+    assert manager.extend(requests, 3, 4) == 1
+    assert manager.extend(requests, 0, 1) == 1
+    assert [manager.useful_share, manager.held("c")] == [(6 + 7 + 7 + 6) / 32, 2]
+    manager.free(requests[0])
+    assert manager.extend(requests, 0, 4) == 0
+    manager.check_integrity()
+
+
 def test_an_admission_leaves_blocks_free_for_those_who_run() -> None:
     manager = KVManager(11, 16)
     assert manager.allocate(make_request("0", COMMON), 48, keep_free=8) is None

@@ -50,6 +50,19 @@ def test_blocks_are_appended_and_a_reused_row_forgets_the_old_table() -> None:
     assert len(batch) == 1
 
 
+def test_who_only_decodes_is_not_named_and_goes_on_where_it_is() -> None:
+    batch = InputBatch(max_rows=2, max_len=16, block_size=4)
+    first = Plan(1, {"a": 2}, frozenset("a"), new=(new("a", [5, 6], [1]),))
+    batch.update(first)
+    batch.gather(first)
+    for step_number, position in ((2, 2), (3, 3)):
+        batch.append("a", 10 + position)
+        plan = Plan(step_number, {"a": 1}, frozenset("a"))
+        batch.update(plan)
+        step = batch.gather(plan)
+        assert (step.positions.tolist(), step.token_ids.tolist()) == ([position], [10 + position])
+
+
 def test_a_gathered_step_is_a_snapshot() -> None:
     batch = InputBatch(max_rows=2, max_len=16, block_size=4)
     plan = Plan(1, {"a": 3}, frozenset("a"), new=(new("a", [5, 6, 7], [1]),))

@@ -40,7 +40,8 @@ def test_the_next_token_is_planned_before_the_last_is_known() -> None:
     scheduler.add(make_request("a", range(4), max_tokens=3))
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
     assert (first.tokens, first.samples) == ({"a": 4}, {"a"})
-    assert (second.tokens, second.samples, second.running[0].computed) == ({"a": 1}, {"a"}, 4)
+    assert (second.tokens, second.samples) == ({"a": 1}, {"a"})
+    assert scheduler.running[0].computed == 5
     assert second.prefill_tokens == 0
     (output,) = scheduler.commit(first, zeros(first), 1.0)
     assert output.token_ids == [0]

@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from dataplane.protocol import FinishReason
+from dataplane.protocol import FinishReason, RequestOutput
 from dataplane.request import RequestError, RequestState
 from dataplane.scheduling.accounting import MAX_TENANTS
 from dataplane.scheduling.plan import StepResult, StepSeconds
@@ -36,7 +36,18 @@ def test_a_new_request_travels_whole_and_a_running_one_as_differences() -> None:
     assert second.new == ()
     assert (second.running[0].new_blocks, second.running[0].computed) == ([3], 6)
     third = step(scheduler)
-    assert (third.running[0].new_blocks, third.running[0].computed) == ([], 10)
+    # It decodes, and its block has room: that it has a token says it all.
+    assert (third.running, third.tokens) == ((), {"a": 1})
+
+
+def test_what_is_told_of_a_request_goes_with_its_first_output_and_its_last() -> None:
+    scheduler = make_scheduler(block_size=4)
+    scheduler.add(make_request("a", range(5), max_tokens=4))
+    outputs = run_to_end(scheduler, ScriptedExecutor(lambda request_id, position: position))["a"]
+    assert [output.token_ids for output in outputs] == [[5], [6], [7], [8]]
+    assert [output.timing is not None for output in outputs] == [True, False, False, True]
+    assert outputs[1] == RequestOutput(request_id="a", token_ids=[6])
+    assert outputs[-1].finish is FinishReason.LENGTH
 
 
 def test_at_most_max_num_seqs_run() -> None:
