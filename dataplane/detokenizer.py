@@ -15,8 +15,12 @@ from dataplane.tokenizer import Tokenizer
 class IncrementalDetokenizer:
     """One request's text. After `stopped` is set nothing more comes."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special: bool = True
+    ) -> None:
+        """A stop string that is complete before the `min_tokens`-th token is text like any other."""
         self._tokenizer = tokenizer
+        self._unstopped = max(0, min_tokens - 1)
         self._skip_special = skip_special
         self._stop = StopScanner(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -31,13 +35,22 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that `token_ids` make certain."""
+        if not self._unstopped:
+            return self._stop.push(self._text(token_ids))
+        ids = list(token_ids)
+        early, later = ids[: self._unstopped], ids[self._unstopped :]
+        self._unstopped -= len(early)
+        text = self._stop.push(self._text(early), search=False)
+        return text + self._stop.push(self._text(later)) if later else text
+
+    def _text(self, token_ids: Iterable[int]) -> str:
         raw = b"".join(self._tokenizer.token_bytes(token, skip_special=self._skip_special) for token in token_ids)
         if raw and self._at_start:
             self._at_start = False
             raw = raw.removeprefix(b" ")
         text = self._decoder.decode(raw)
         self.position += len(text)
-        return self._stop.push(text)
+        return text
 
     def flush(self) -> str:
         """What was held back, at the end of the request; bytes that complete no character become U+FFFD."""
@@ -56,13 +69,14 @@ class StopScanner:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, search: bool = True) -> str:
+        """What of `text` is certain. Without `search`, a stop string that ends in it is none; one may begin in it."""
         if self.found is not None:
             return ""
         if not self._stop:
             return text
         text = self._held + text
-        hit = self._first(text)
+        hit = self._first(text) if search else None
         if hit is not None:
             start, self.found = hit
             self._held = ""

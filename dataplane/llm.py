@@ -148,7 +148,9 @@ class LLM:
                 self.core.add(request)
                 queued += 1
                 for request_id in (request.request_id, *request.forks):
-                    detokenizer = IncrementalDetokenizer(self.tokenizer, request.params.stop)
+                    detokenizer = IncrementalDetokenizer(
+                        self.tokenizer, request.params.stop, min_tokens=request.params.min_tokens
+                    )
                     running[request_id] = _Progress(request, detokenizer)
             for output in self.core.step():
                 self._take(output, running, done)

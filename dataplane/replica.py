@@ -197,7 +197,7 @@ class Replica:
                     len(attempt.choices) + len(choices),
                     f"{attempt.caller.attempt_id}-{self._sequence}",
                     prompt,
-                    IncrementalDetokenizer(self.tokenizer, prepared.params.stop),
+                    IncrementalDetokenizer(self.tokenizer, prepared.params.stop, min_tokens=prepared.params.min_tokens),
                     source=choices[0] if choices else None,
                     logprobs=prepared.params.logprobs is not None,
                 )

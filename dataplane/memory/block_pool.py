@@ -35,6 +35,7 @@ class BlockPool:
         self.evictions = 0
         self.takes = 0
         self._evicted = evicted
+        self._suspect: list[int] = []
         self.blocks[NULL_BLOCK].refs = 1
 
     @property
@@ -95,6 +96,14 @@ class BlockPool:
             block.refs -= 1
             if block.refs == 0:
                 self.free.append(block)
+                if block.suspect:
+                    block.suspect = False
+                    self._suspect.append(block.block_id)
+
+    def take_suspect(self) -> list[int]:
+        """Ids of the blocks that were suspect when they were given back, since the last call."""
+        taken, self._suspect = self._suspect, []
+        return taken
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, which are full and follow `parent`, under `hashes`; `tokens` are their contents."""

@@ -195,29 +195,33 @@ class KVManager:
             self._replaced.pop(request.request_id, None)
         self.drop_swapped(request)
 
-    def discard(self, request: Request) -> list[int]:
-        """Like `free`, but what this request alone holds is not to be found again: its KV is not to be trusted.
+    def discard(self, request: Request) -> None:
+        """Like `free`, but what the request held is not to be found again: its KV is not to be trusted.
 
-        Returns those blocks' ids; they must be cleared before anyone reads them, since a NaN survives a mask.
+        Those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it back.
         """
         table = self._tables.get(request.request_id)
-        alone = [block for block in table.blocks if self._holders(block) == 1] if table else []
-        for block in alone:
+        for block in table.blocks if table else ():
             if block.key is not None:
                 self.host.distrust(block.key)
                 self.pool.forget(block)
+            block.suspect = True
         self.free(request)
-        return [block.block_id for block in alone]
+
+    def take_scrub(self) -> list[int]:
+        """Blocks to clear before the moves of the step being planned; a NaN survives a mask. All since the last call."""
+        return sorted(self.pool.take_suspect())
 
     # ---------------------------------------------------------------------------------------------------- host memory
 
     def swap_out(self, request: Request) -> bool:
-        """Move a request's KV to host memory and free its blocks. False, and nothing changed, if it has no room there.
+        """Move a request's KV to host memory and free its blocks. False, and nothing changed, if it has no room there,
+        or if its KV is not to be trusted.
 
         Cached prefixes give way. Blocks that others hold as well stay where they are for those.
         """
         table = self._tables.get(request.request_id)
-        if table is None or not table.tokens:
+        if table is None or not table.tokens or any(block.suspect for block in table.blocks):
             return False
         blocks = table.blocks[: -(-table.tokens // self.block_size)]
         moved = self._swap.put(request.request_id, blocks, table.hashed, table.tokens)

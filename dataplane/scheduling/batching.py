@@ -134,8 +134,8 @@ class Selective(Continuous):
 
     A bucket holds requests of one priority, phase (new or preempted), length class (powers of two of the tokens still
     to compute) and class of cache hit (none, less than half, more). The fullest bucket is next; but once a request
-    has waited for `ageing` seconds, the bucket of the one that waits longest, so that none starves. Lower priorities
-    and preempted requests go first as they do in the queue; within a bucket, the first that came.
+    has waited for `ageing` seconds, the bucket of whoever is next in the queue, so that none waits longer than its
+    order makes it. Lower priorities and preempted requests go first, and those of a bucket join in the queue's order.
     """
 
     def __init__(self, ageing: float, hit_tokens: Callable[[Request], int]) -> None:
@@ -148,11 +148,12 @@ class Selective(Continuous):
 
     def open(self, now: float, running: int, waiting: Queue) -> None:
         super().open(now, running, waiting)
-        self._chosen = self._choose()
+        self._chosen = self._choose(waiting)
 
     def candidate(self, waiting: Queue) -> Request | None:
-        bucket = self._buckets.get(self._chosen) if self._chosen is not None else None
-        return next(iter(bucket.values())) if bucket else None
+        if self._chosen not in self._buckets:
+            return None
+        return next(request for request in waiting if self._bucket_of[request.request_id] == self._chosen)
 
     def queued(self, request: Request) -> None:
         bucket = self.bucket(request)
@@ -172,7 +173,7 @@ class Selective(Continuous):
         new = request.state is not RequestState.PREEMPTED
         return request.priority, new, (request.wanted - hits).bit_length(), share
 
-    def _choose(self) -> Bucket | None:
+    def _choose(self, waiting: Queue) -> Bucket | None:
         if not self._buckets:
             return None
         band = min(bucket[:2] for bucket in self._buckets)
@@ -181,9 +182,9 @@ class Selective(Continuous):
             for bucket, requests in self._buckets.items()
             if bucket[:2] == band
         }
-        first = min(oldest, key=oldest.__getitem__)
-        if self._now - oldest[first] >= self._ageing:
-            return first
+        head = waiting.peek(self._now)
+        if head is not None and self._now - min(oldest.values()) >= self._ageing:
+            return self._bucket_of[head.request_id]
         return min(oldest, key=lambda bucket: (-len(self._buckets[bucket]), oldest[bucket]))
 
 

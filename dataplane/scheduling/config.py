@@ -56,11 +56,12 @@ class SchedulerConfig:
     """Requests waiting at once; one more is refused."""
     batching: Batching = Batching.CONTINUOUS
     batch_size: int = 0
-    """Requests in a static, dynamic or selective batch; 0 takes `max_num_seqs`."""
+    """Requests in a static or dynamic batch; 0 takes `max_num_seqs`."""
     batch_window_s: float = 0.05
     """How long a dynamic batch waits for more requests."""
     bucket_ageing_s: float = 1.0
-    """After this wait a request's bucket is served next, whatever the other buckets hold (selective)."""
+    """Once a request has waited so long, the bucket of the queue's head is served, whatever the others hold
+    (selective)."""
     capacity: Capacity = Capacity.ON_DEMAND
     preemption: Preemption = Preemption.RECOMPUTE
     swap_bytes_per_s: float = 8e9

@@ -89,8 +89,9 @@ class Draft:
         self.requests.append(child)
         child.placeholders += self.ahead
 
-    def finish(self, step: int, kv: KVManager, dropped: list[str], scrub: list[int]) -> Plan:
-        """The plan."""
+    def finish(self, step: int, kv: KVManager, dropped: list[str]) -> Plan:
+        """The plan. What is to be cleared is asked for before the moves give back what they read."""
+        scrub = kv.take_scrub()
         return Plan(
             step=step,
             tokens=self.tokens,

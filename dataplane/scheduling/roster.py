@@ -59,7 +59,6 @@ class Roster:
         self._forks_to_come = 0
         self._outputs: list[RequestOutput] = []
         self._dropped: list[str] = []
-        self._scrub: list[int] = []
         self._admissions = 0
 
     # -------------------------------------------------------------------------------------------------- arrivals, exits
@@ -67,7 +66,7 @@ class Roster:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it can never run here."""
         for request_id in (request.request_id, *request.forks):
-            if request_id in self._requests or request_id in self._parents:
+            if request_id in self._requests or request_id in self._parents or self._lingers(request_id):
                 raise RequestError(f"the request id {request_id} is in use", "duplicate_request_id", "request_id")
         if len({request.request_id, *request.forks}) <= len(request.forks):
             raise RequestError("a request and its forks need different ids", "duplicate_request_id", "request_id")
@@ -278,9 +277,9 @@ class Roster:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Give a finished request's blocks back; those of a failed one hold nothing that may be read."""
+        """Give a finished request's blocks back; what those of a failed one hold may not be read."""
         if request.state is RequestState.FINISHED_ERROR:
-            self._scrub += self.kv.discard(request)
+            self.kv.discard(request)
         else:
             self.kv.free(request)
 

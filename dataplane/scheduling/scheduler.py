@@ -65,8 +65,7 @@ class Scheduler(Roster):
         if draft.tokens:
             self._flights.start(step, draft.requests)
         dropped, self._dropped = self._dropped, []
-        scrub, self._scrub = self._scrub, []
-        return draft.finish(step, self.kv, dropped, scrub)
+        return draft.finish(step, self.kv, dropped)
 
     def wakes_at(self) -> float | None:
         """When (seconds) a plan may have tokens though nothing happens until then; None if at any moment or never.
@@ -160,7 +159,7 @@ class Scheduler(Roster):
         self.batching.open(now, len(self.running), self.waiting)
         while draft.budget > 0:
             request = self.batching.candidate(self.waiting)
-            if request is None or self._lingers(request.request_id):
+            if request is None:
                 return
             if len(self.running) + self._forks_to_come + request.seats > self.config.max_num_seqs:
                 return

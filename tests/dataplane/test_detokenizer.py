@@ -123,6 +123,16 @@ def test_a_stop_string_is_found_across_tokens_and_left_out(tokenizer: Tokenizer,
     assert detokenizer.stopped == "two. EN"
 
 
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text(tokenizer: Tokenizer, size: int) -> None:
+    ids = tokenizer.encode("one END two END three")
+    second = next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1]).count("END") == 2)
+    for min_tokens, expected in ((0, "one "), (second + 1, "one END two "), (second + 2, "one END two END three")):
+        detokenizer = IncrementalDetokenizer(tokenizer, ("END",), min_tokens=min_tokens)
+        text = "".join(detokenizer.push(chunk) for chunk in cuts(ids, size)) + detokenizer.flush()
+        assert text == expected
+
+
 def test_text_that_may_begin_a_stop_string_is_held_until_it_is_known() -> None:
     scanner = StopScanner(["###"])
     assert [scanner.push(part) for part in ("a#", "#", "b##", "c")] == ["a", "", "##b", "##c"]

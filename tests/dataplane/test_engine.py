@@ -367,8 +367,8 @@ def test_an_abort_in_flight_gives_the_blocks_back_when_the_step_is_done(folder: 
     (output,) = core.abort(["gone"])
     assert output.finish is FinishReason.ABORT
     assert core.stats().gauges.blocks_used == 3
-    core.add(wire("gone", list(range(3, 40))))
-    assert drain(core)["gone"][-1].finish is FinishReason.LENGTH
+    core.add(wire("next", list(range(3, 40))))
+    assert drain(core)["next"][-1].finish is FinishReason.LENGTH
     assert core.stats().gauges.blocks_used == 0
     core.close()
 

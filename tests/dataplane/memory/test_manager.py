@@ -28,6 +28,7 @@ def test_a_second_copy_is_neither_stored_nor_removed_for_an_indexer() -> None:
     assert len(manager.take_events()) == 1
     manager.discard(one)
     assert manager.take_events() == []
+    assert len(manager.match(make_request("2", [*COMMON, 5])).device) == 3
     manager.discard(two)
     assert len(manager.take_events()) == 3
     manager.check_integrity()
@@ -62,14 +63,23 @@ def test_least_recently_freed_is_evicted_first() -> None:
     assert len(manager.match(make_request("4", [2] * 9)).device) == 2
 
 
-def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_unless_shared() -> None:
-    manager = KVManager(11, 16)
+def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_and_cleared_when_nobody_holds_them() -> None:
+    """Not by those who share them; but nobody joins those, or what spoilt one request would spoil each that comes."""
+    manager = KVManager(11, 16, host_blocks=4)
     good = make_request("0", COMMON[:16] + [9] * 8)
     start(manager, good)
     bad = make_request("1", COMMON)
     start(manager, bad)
-    assert manager.discard(bad) == [3, 4]
-    assert len(manager.match(make_request("2", [*COMMON, 5])).device) == 1
+    manager.discard(bad)
+    assert (manager.take_scrub(), manager.take_scrub()) == ([3, 4], [])
+    assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
+    assert manager.table("0") == [1, 2]
+    # In host memory it would be taken for sound.
+    assert not manager.swap_out(good)
+    append(manager, good, *[9] * 9)
+    manager.free(good)
+    assert manager.take_scrub() == [1]
+    assert start(manager, make_request("3", COMMON)) == ([], [6, 7, 8])
     manager.check_integrity()
 
 

@@ -42,7 +42,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waiting: dict[str, Request] = {}
         self.tables: dict[str, list[int]] = {}
         self.planned: dict[str, tuple[int, int]] = {}
-        self.scrub: list[int] = []
         self.indexed: set[bytes] = set()
         self.ids = 0
 
@@ -186,7 +185,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         self.step()
         request = self._idle(data)
-        self.scrub += self.manager.discard(request)
+        self.manager.discard(request)
         self._lost(request, over=True)
 
     @rule(rarely=st.integers(0, 5))
@@ -198,14 +197,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        self.memory.clear(self.scrub)
+        self.memory.clear(self.manager.take_scrub())
         self.memory.apply(self.manager.take_transfers())
         for request_id, (start, count) in self.planned.items():
             request, table = self.running[request_id], self.tables[request_id]
             for position in range(start, start + count):
                 before = self.memory.read(table, position - 1) if position else self._root(request)
                 self.memory.write(table, position, fold(before, request.tokens[position]))
-        self.planned, self.scrub = {}, []
+        self.planned = {}
         for request in self.running.values():
             self._reads_its_own(request)
         filled = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataplane.scheduling.config import Batching
+from dataplane.scheduling.config import Batching, QueueOrder
 from dataplane.scheduling.scheduler import Scheduler
 from tests.factories.requests import ScriptedExecutor, make_request, make_scheduler, run_to_end, step
 
@@ -110,6 +110,17 @@ def test_ageing_keeps_a_bucket_from_starving(ageing: float, served_at: int | Non
             served = now
             break
     assert served == served_at
+
+
+def test_a_bucket_is_served_in_the_queues_order() -> None:
+    """The tags a gateway supplied count among those that are alike, and choose the bucket once somebody is old."""
+    scheduler = make_scheduler(
+        batching=Batching.SELECTIVE, bucket_ageing_s=3.0, order=QueueOrder.FAIR_TAG, max_num_seqs=1
+    )
+    for name, prompt, tag in (("late", 4, 9.0), ("long", 100, 1.0), ("soon", 4, 2.0), ("next", 4, 5.0)):
+        scheduler.add(make_request(name, [ord(name[0])] * prompt, max_tokens=1, fair_tag=tag))
+    admitted = [list(step(scheduler, now).tokens) for now in (1.0, 2.0, 3.0, 4.0)]
+    assert admitted == [["soon"], ["next"], ["long"], ["late"]]
 
 
 def test_preempted_requests_are_a_bucket_that_goes_first() -> None:

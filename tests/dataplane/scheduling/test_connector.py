@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from dataplane.protocol import FinishReason
-from dataplane.request import RequestState
+from dataplane.request import RequestError, RequestState
 from dataplane.scheduling.connector import LocalConnector
 from dataplane.scheduling.plan import Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
@@ -116,10 +118,14 @@ def test_an_abort_gives_the_blocks_back_when_the_load_has_ended() -> None:
     assert output.finish is FinishReason.ABORT
     assert bench.scheduler.kv.held("a") == 2
     bench.scheduler.check_integrity()
-    bench.add("a", [50, 51], max_tokens=2)
-    # The id is still in use by the blocks that are being written.
-    assert bench.step().tokens == {}
+    # The id is still in use by the blocks that are being written. Nobody else waits for them.
+    with pytest.raises(RequestError, match="the request id a is in use"):
+        bench.add("a", [50, 51], max_tokens=2)
+    bench.add("b", [60, 61], max_tokens=1)
+    assert bench.step().tokens == {"b": 2}
     bench.connector.deliver()
+    assert bench.step().tokens == {}
+    bench.add("a", [50, 51], max_tokens=2)
     assert bench.step().tokens == {"a": 2}
     assert bench.finish("a") == undisturbed([50, 51], 1, 2)
     assert bench.scheduler.kv.pool.used == 0

@@ -8,7 +8,7 @@ import pytest
 
 from dataplane.errors import IntegrityError
 from dataplane.protocol import FinishReason, RequestOutput
-from dataplane.request import RequestState
+from dataplane.request import RequestError, RequestState
 from dataplane.scheduling.plan import Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
 from tests.factories.requests import KVExecutor, generated, make_request, make_scheduler, undisturbed
@@ -79,15 +79,16 @@ def test_a_step_for_a_request_that_stopped_meanwhile_is_wasted_and_holds_its_blo
     assert not scheduler.has_work()
 
 
-def test_an_id_may_come_again_while_its_last_step_is_in_flight() -> None:
+def test_an_id_may_come_again_when_its_last_step_is_no_longer_in_flight() -> None:
     scheduler = make_scheduler(steps_in_flight=2, block_size=4)
     scheduler.add(make_request("a", range(4)))
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
     scheduler.abort(["a"], 0.5)
+    for step in first, second:
+        with pytest.raises(RequestError, match="the request id a is in use"):
+            scheduler.add(make_request("a", range(50, 54), max_tokens=1))
+        assert scheduler.commit(step, zeros(step), 1.0) == []
     scheduler.add(make_request("a", range(50, 54), max_tokens=1))
-    assert scheduler.plan(0.5).tokens == {}
-    assert scheduler.commit(first, zeros(first), 1.0) == []
-    assert scheduler.commit(second, zeros(second), 2.0) == []
     plan = scheduler.plan(2.0)
     assert (plan.tokens, plan.new[0].tokens) == ({"a": 4}, [50, 51, 52, 53])
     (output,) = scheduler.commit(plan, zeros(plan), 3.0)
