@@ -22,6 +22,8 @@ from dataplane.request import RequestError
 from dataplane.tokenizer import load_tokenizer
 
 Prompt = str | list[int]
+DEFAULT_PARAMS = SamplingParams(max_tokens=128)
+"""Of prompts that come without any: an answer of moderate length, not one up to the end of the context."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +97,10 @@ class LLM:
     ) -> list[Completion]:
         """Complete texts or token ids; the completions come in the order of the prompts, `n` for each.
 
-        The samples of a prompt compute it once; the k-th draws with the seed of the first plus k. Only the first has
-        `prompt_logprobs`. Raises RequestError, before any of them runs, when one prompt cannot.
+        A text is taken as it is; `chat` puts a question into the model's chat template. Without `params` they are
+        `DEFAULT_PARAMS`; parameters without `max_tokens` go on to the end of the context. The samples of a prompt
+        compute it once; the k-th draws with the seed of the first plus k. Only the first has `prompt_logprobs`. Raises
+        RequestError, before any of them runs, when one prompt cannot.
         """
         if not 1 <= n <= self.config.scheduler.max_num_seqs:
             raise RequestError(f"n must be between 1 and {self.config.scheduler.max_num_seqs}, got {n}", param="n")
@@ -134,7 +138,7 @@ class LLM:
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
+            return [params or DEFAULT_PARAMS] * count
         if len(params) != count:
             raise RequestError(f"{count} prompts came with {len(params)} sampling parameters", param="params")
         return params

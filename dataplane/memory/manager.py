@@ -209,7 +209,7 @@ class KVManager:
         self.free(request)
 
     def take_scrub(self) -> list[int]:
-        """Blocks to clear before the moves of the step being planned; a NaN survives a mask. All since the last call."""
+        """Blocks to clear before the moves of the step being planned, since the last call. A NaN survives a mask."""
         return sorted(self.pool.take_suspect())
 
     # ---------------------------------------------------------------------------------------------------- host memory

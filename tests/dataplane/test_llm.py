@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataplane.llm import LLM, Completion
+from dataplane.llm import DEFAULT_PARAMS, LLM, Completion
 from dataplane.protocol import FinishReason, Grammar, GrammarKind, SamplingParams
 from dataplane.request import RequestError
 
@@ -55,6 +55,15 @@ def test_text_ids_and_params_may_be_mixed(llm: LLM) -> None:
     assert (len(one.token_ids), len(two.token_ids)) == (12, 4)
     assert one.text.startswith(two.text)
     assert one.finish is two.finish is FinishReason.LENGTH
+
+
+def test_prompts_without_params_do_not_go_on_to_the_end_of_the_context(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DEFAULT_PARAMS.max_tokens == 128
+    monkeypatch.setattr("dataplane.llm.DEFAULT_PARAMS", SamplingParams(max_tokens=3, ignore_eos=True))
+    (completion,) = llm.generate(["Once upon a time"])
+    assert (len(completion.token_ids), completion.finish) == (3, FinishReason.LENGTH)
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
