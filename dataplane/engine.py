@@ -226,6 +226,7 @@ class EngineCore:
             host_blocks_total=self._kv.host.size,
             host_blocks_used=self._kv.host.used,
             waiting_for_remote_kv=self._scheduler.waiting_for_remote_kv,
+            recent_hit_ratio=self._kv.recent_hits.rate,
             ranks=[
                 RankMemory(
                     weights=weights,

@@ -78,6 +78,12 @@ class ReplicaCollector(Collector):
         yield GaugeMetricFamily(
             f"{PREFIX}_kv_slots_empty", "Allocated KV slots that hold no token", gauges.kv_slots_empty
         )
+        if gauges.recent_hit_ratio is not None:
+            yield GaugeMetricFamily(
+                f"{PREFIX}_prefix_cache_recent_hit_ratio",
+                "Prompt tokens of the latest requests that the prefix cache held, 0 to 1",
+                gauges.recent_hit_ratio,
+            )
         journal = replica.journal
         yield GaugeMetricFamily(f"{PREFIX}_usage_records_waiting", "Usage records not acknowledged", len(journal))
         yield GaugeMetricFamily(f"{PREFIX}_usage_records_unwritten", "Usage records not on disk yet", journal.unwritten)

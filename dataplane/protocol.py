@@ -374,6 +374,8 @@ class Gauges(Message, frozen=True, kw_only=True):
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     waiting_for_remote_kv: int = 0
+    recent_hit_ratio: float | None = None
+    """Share of the prompt tokens of the latest requests that the prefix cache held; None before the first."""
     credits: int = 0
     ranks: list[RankMemory] = []
     device: str = ""

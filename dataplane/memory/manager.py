@@ -52,7 +52,7 @@ class KVManager:
         self.offloaded = self.swapped_out = self.swapped_in = self.copied = 0
         """Blocks moved since the start: evicted prefixes, swapped requests out and in, copies on write."""
         self.recent_hits = HitWindow()
-        """Of the requests that looked for their prefix when they first began to run."""
+        """Of the requests that looked for their prefix when they first began to run; whoever starts them tells it."""
         self._moves = MoveLog(self.pool, self.host)
         self._swap = SwapSpace(self.host, self._moves)
         self._tables: dict[str, Table] = {}
@@ -293,8 +293,6 @@ class KVManager:
         if table is None:
             return None
         self._tables[request.request_id] = table
-        if self.prefix_caching and request.read_cache and not request.preemptions:
-            self.recent_hits.observe(1, request.wanted, match.tokens)
         self._cache_full(request, table)
         return [block.block_id for block in table.blocks]
 

@@ -160,6 +160,8 @@ class Roster:
             self.waiting.served(request, input_tokens=request.wanted - have, cached_tokens=have)
         if found and self.kv.prefix_caching and request.read_cache:
             self.accounts.looked_up(request, have, match.host_tokens, first=first)
+            if first:
+                self.kv.recent_hits.observe(1, request.wanted, have)
 
     def _fork(self, draft: Draft, parent: Request, now: float) -> None:
         """The prompt's last token is in the step: the further samples start, on the same blocks."""

@@ -174,6 +174,7 @@ def test_the_second_request_finds_the_first_ones_blocks_and_says_so(folder: Path
     assert outputs["foreign"][-1].cached_tokens == 0
     counters = core.stats().counters
     assert (counters.memory.prefix_queries, counters.memory.prefix_hits) == (150, 48)
+    assert core.stats().gauges.recent_hit_ratio == pytest.approx(48 / 150)
     acme = counters.scheduling.tenants["acme"]
     assert (acme.prompt_tokens, acme.cached_tokens, acme.output_tokens, acme.finished) == (100, 48, 16, 2)
     assert core.reset_prefix_cache()

@@ -274,21 +274,3 @@ def test_k15_the_latest_observation_counts_however_large_and_none_after_a_reset(
     assert window.requests == 9
     window.reset()
     assert (window.rate, window.requests) == (None, 0)
-
-
-def test_k15_a_manager_measures_first_attempts_that_looked_and_starts_over_with_its_cache() -> None:
-    manager = KVManager(11, 16)
-    first, second = make_request("0", COMMON + [3] * 2), make_request("1", COMMON + [3] * 2)
-    start(manager, first)
-    start(manager, second)
-    assert manager.recent_hits.rate == pytest.approx(48 / 100)
-    start(manager, blind := make_request("2", COMMON + [3] * 2, read_cache=False))
-    manager.free(second)
-    second.computed, second.preemptions = 0, 1
-    start(manager, second)
-    assert manager.recent_hits.rate == pytest.approx(48 / 100)
-    assert manager.recent_hits.requests == 2
-    for request in (first, second, blind):
-        manager.free(request)
-    assert manager.reset_prefix_cache()
-    assert manager.recent_hits.rate is None

@@ -169,6 +169,8 @@ def test_two_loaded_requests_that_fill_the_pool_do_not_wait_for_each_other() -> 
     assert bench.step().tokens == {}
     bench.connector.deliver()
     assert bench.finish("b") == undisturbed(prompts[1], 1, 3)
+    # Though "b" was loaded twice.
+    assert bench.scheduler.kv.recent_hits.requests == 2
 
 
 def test_a_request_that_may_not_read_the_cache_loads_nothing() -> None:

@@ -175,6 +175,7 @@ def test_hits_after_a_preemption_are_counted_apart() -> None:
     assert scheduler.accounts.scheduling.preemptions == {"recompute": 1}
     assert (scheduler.accounts.memory.prefix_queries, scheduler.accounts.memory.prefix_hits) == (28, 0)
     assert scheduler.accounts.memory.recompute_queries > 0
+    assert (scheduler.kv.recent_hits.requests, scheduler.kv.recent_hits.rate) == (2, 0.0)
     assert scheduler.accounts.scheduling.prompt_tokens == 28
 
 
