@@ -76,7 +76,7 @@ class EngineCore:
         if config.scheduler.steps_in_flight > 1:
             self._executor = StepThread(self._runner)
         self._in_flight: deque[_Step] = deque()
-        self._stalled = False
+        self._idle = False
         self._runtime = RuntimeCounters(step_time=Histogram())
         self._seeds = random.Random(config.seed or None)  # noqa: S311 - sampling is no secret
         self._failed = False
@@ -159,13 +159,14 @@ class EngineCore:
         ended = self._step_ended = self._clock()
         if step.plan.tokens:
             self._count(step, result, ended - started, ended - executed)
+        self._idle = not (step.plan.tokens or step.plan.told)
         self._failed = False
         return outputs
 
     @property
     def pause_s(self) -> float:
         """How long nothing can happen unless something arrives: seconds that a loop may sleep before the next step."""
-        moment = self._scheduler.wakes_at() if self._stalled and not self._in_flight else None
+        moment = self._scheduler.wakes_at() if self._idle and not self._in_flight else None
         return 0.0 if moment is None else max(0.0, moment - self._clock())
 
     def close(self) -> None:
@@ -179,11 +180,10 @@ class EngineCore:
             started = self._clock()
             plan = self._scheduler.plan(started)
             scheduled = self._clock() - started
-            self._stalled = not plan.tokens
-            if self._stalled and self._in_flight and not plan.told:
+            if not plan.tokens and self._in_flight and not plan.told:
                 return
             self._in_flight.append(_Step(plan, self._executor.submit(plan), scheduled))
-            if self._stalled:
+            if not plan.tokens:
                 return
 
     def stats(self) -> CoreStats:

@@ -417,6 +417,17 @@ def test_a_request_whose_deadline_passed_while_it_waited_ends_with_an_error(fold
     assert (first.request_id, first.finish) == ("first", None)
 
 
+def test_nobody_pauses_when_the_step_in_flight_has_made_room(folder: Path) -> None:
+    """No plan can seat "next" before the result of the last step is in; after it, at once."""
+    core = make(folder, clock=lambda: 100.0, max_num_seqs=1, steps_in_flight=2)
+    core.add(wire("first", [5, 6, 7], max_tokens=1))
+    core.add(msgspec.structs.replace(wire("next", [5, 6, 7]), arrived_at=0.0, deadline_at=9.0))
+    assert [output.request_id for output in core.step()] == ["first"]
+    assert core.pause_s == 0.0
+    assert drain(core)["next"][-1].finish is FinishReason.LENGTH
+    core.close()
+
+
 def test_more_samples_than_may_run_at_once_are_refused(folder: Path) -> None:
     core = make(folder, max_num_seqs=2)
     with pytest.raises(RequestError) as refused:
