@@ -13,7 +13,9 @@ import asyncio
 import math
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from socket import socketpair
 from types import TracebackType
 from typing import Self, cast
 
@@ -106,6 +108,10 @@ class CoreEndpoint:
         self._socket = socket
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
+        self._woken, self._waker = socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self.watch(self._woken.fileno())
 
     def __enter__(self) -> Self:
         return self
@@ -115,14 +121,23 @@ class CoreEndpoint:
     ) -> None:
         self._socket.close()
         self._context.term()
+        self._woken.close()
+        self._waker.close()
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` also return when this file descriptor can be read (a signal's wake-up pipe)."""
         self._poller.register(descriptor, zmq.POLLIN)
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep in the kernel until a message or a signal arrives, or `timeout_s` have passed."""
-        self._poller.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
+    def wake(self) -> None:
+        """End a `wait`, or the next one if none is under way. Any thread may call it, also after the link is closed."""
+        with suppress(OSError):  # full: it is awake already
+            self._waker.send(b"\0")
+
+    def wait(self, timeout_s: float = math.inf) -> None:
+        """Sleep in the kernel until a message or a signal arrives, `wake` is called, or `timeout_s` have passed."""
+        self._poller.poll(None if math.isinf(timeout_s) else math.ceil(1000 * timeout_s))
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
 
     def send(self, message: CoreMessage) -> None:
         """Send one frame; waits while the front is behind by `TO_FRONT_HIGH_WATER` frames."""

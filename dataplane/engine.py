@@ -19,6 +19,7 @@ from dataplane.config import EngineConfig
 from dataplane.decoding.grammar import GrammarCompiler
 from dataplane.errors import IntegrityError
 from dataplane.hardware.device import available_memory, resident_memory, total_memory
+from dataplane.memory.kv_store import KVStore
 from dataplane.memory.manager import KVManager
 from dataplane.protocol import (
     CoreReady,
@@ -35,6 +36,7 @@ from dataplane.protocol import (
 from dataplane.request import Request, RequestError, validate_params, validate_samples
 from dataplane.runtime.model_runner import ModelRunner
 from dataplane.runtime.worker import StepThread
+from dataplane.scheduling.connector import KVConnector
 from dataplane.scheduling.plan import Executor, Handle, Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
 from dataplane.tokenizer import load_tokenizer
@@ -52,14 +54,24 @@ class _Step:
 
 
 class EngineCore:
-    """One model, one scheduler, one KV pool. Building it loads the model; ConfigError says why it cannot."""
+    """One model, one scheduler, one KV pool. Building it loads the model; ConfigError says why it cannot.
 
-    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `connect` makes the connector that loads remote KV into the tensors of the pool. When a load has ended, the
+    connector must wake the loop that drives this core, which may be pausing for as long as `pause_s` said.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[KVStore], KVConnector] | None = None,
+    ) -> None:
         started = clock()
         self.config = config
         self._clock = clock
         self._grammars = GrammarCompiler(partial(load_tokenizer, config.model.path), config.model.shape.vocab)
-        self._runner = ModelRunner(config, clock, self._grammars)
+        self._runner = ModelRunner(config, clock, self._grammars, connect)
         self._kv = KVManager(
             config.cache.num_blocks,
             config.cache.block_size,
@@ -70,7 +82,11 @@ class EngineCore:
         )
         shape = config.model.shape
         self._scheduler = Scheduler(
-            config.scheduler, self._kv, eos_token_ids=shape.eos_token_ids, kv_bytes=shape.kv_bytes_per_token
+            config.scheduler,
+            self._kv,
+            eos_token_ids=shape.eos_token_ids,
+            kv_bytes=shape.kv_bytes_per_token,
+            connector=self._runner.connector,
         )
         self._executor: Executor = self._runner
         if config.scheduler.steps_in_flight > 1:
@@ -165,7 +181,10 @@ class EngineCore:
 
     @property
     def pause_s(self) -> float:
-        """How long nothing can happen unless something arrives: seconds that a loop may sleep before the next step."""
+        """How long nothing can happen unless something arrives or a load ends: seconds that a loop may sleep.
+
+        Infinity while remote KV is all that is waited for; 0 when the last step did anything.
+        """
         moment = self._scheduler.wakes_at() if self._idle and not self._in_flight else None
         return 0.0 if moment is None else max(0.0, moment - self._clock())
 

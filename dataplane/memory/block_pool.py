@@ -35,7 +35,8 @@ class BlockPool:
         self.evictions = 0
         self.takes = 0
         self._evicted = evicted
-        self._suspect: list[int] = []
+        self.to_clear: list[int] = []
+        """Ids of the blocks that were suspect when they were given back, and are still to be cleared."""
         self.blocks[NULL_BLOCK].refs = 1
 
     @property
@@ -98,12 +99,7 @@ class BlockPool:
                 self.free.append(block)
                 if block.suspect:
                     block.suspect = False
-                    self._suspect.append(block.block_id)
-
-    def take_suspect(self) -> list[int]:
-        """Ids of the blocks that were suspect when they were given back, since the last call."""
-        taken, self._suspect = self._suspect, []
-        return taken
+                    self.to_clear.append(block.block_id)
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, which are full and follow `parent`, under `hashes`; `tokens` are their contents."""

@@ -53,6 +53,15 @@ class KVStore:
         for tensor in (*self.keys, *self.values):
             tensor[:, list(blocks)] = 0.0
 
+    def export(self, block: int) -> Tensor:
+        """A copy of one block of every layer, [2 · layers, H_k, block_size · d]: keys, then values."""
+        return torch.stack([tensor[:, block] for tensor in (*self.keys, *self.values)])
+
+    def load(self, block: int, content: Tensor) -> None:
+        """Write what `export` gave, of this pool or of another for the same model, into one block."""
+        for tensor, part in zip((*self.keys, *self.values), content, strict=True):
+            tensor[:, block] = part
+
     def move(self, transfers: Transfers) -> None:
         """Move whole blocks of every layer: out to host memory, then in from it, then copies on the device.
 

@@ -208,9 +208,14 @@ class KVManager:
             block.suspect = True
         self.free(request)
 
+    def scrub(self, blocks: Iterable[int]) -> None:
+        """Have blocks cleared that a request holds and has no KV in yet."""
+        self.pool.to_clear += blocks
+
     def take_scrub(self) -> list[int]:
         """Blocks to clear before the moves of the step being planned, since the last call. A NaN survives a mask."""
-        return sorted(self.pool.take_suspect())
+        taken, self.pool.to_clear = self.pool.to_clear, []
+        return sorted(taken)
 
     # ---------------------------------------------------------------------------------------------------- host memory
 

@@ -22,6 +22,7 @@ from dataplane.models.loader import load_model
 from dataplane.protocol import TokenLogprob
 from dataplane.runtime.attention import AttentionBackend, TorchAttention
 from dataplane.runtime.input_batch import InputBatch, StepInput
+from dataplane.scheduling.connector import KVConnector
 from dataplane.scheduling.plan import Plan, StepResult, StepSeconds
 
 
@@ -36,10 +37,14 @@ class DoneHandle:
 
 
 class ModelRunner:
-    """The executor of a single rank."""
+    """The executor of a single rank. `connect` makes what loads remote KV into its tensors."""
 
     def __init__(
-        self, config: EngineConfig, clock: Callable[[], float], grammars: GrammarCompiler | None = None
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        grammars: GrammarCompiler | None = None,
+        connect: Callable[[KVStore], KVConnector] | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
         shape = config.model.shape
@@ -52,6 +57,7 @@ class ModelRunner:
             device=torch.device(config.device),
         )
         self.store = KVStore(shape, config.cache.num_blocks, config.cache.block_size, config.cache.host_blocks)
+        self.connector = connect(self.store) if connect else None
         self.attention: AttentionBackend = TorchAttention(self.store, shape.heads)
         self.batch = InputBatch(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size, grammars
@@ -73,6 +79,9 @@ class ModelRunner:
             self.store.clear(plan.scrub)
         if plan.transfers:
             self.store.move(plan.transfers)
+        for load in plan.loads:
+            assert self.connector is not None
+            self.connector.start_load(load)
         if not plan.tokens:
             return DoneHandle(StepResult({}))
         step = self.batch.gather(plan)

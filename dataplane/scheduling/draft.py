@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dataplane.memory.manager import KVManager
 from dataplane.request import Request
-from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest
+from dataplane.scheduling.plan import NewRequest, Plan, RemoteLoad, RunningRequest
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Draft:
         self.requests.append(child)
         child.placeholders += self.ahead
 
-    def finish(self, step: int, kv: KVManager, dropped: list[str]) -> Plan:
+    def finish(self, step: int, kv: KVManager, dropped: list[str], loads: list[RemoteLoad]) -> Plan:
         """The plan. What is to be cleared is asked for before the moves give back what they read."""
         scrub = kv.take_scrub()
         return Plan(
@@ -101,6 +101,7 @@ class Draft:
             dropped=tuple(dropped),
             scrub=tuple(scrub),
             transfers=kv.take_transfers(),
+            loads=tuple(loads),
             prefill_tokens=self.prefill,
             pairs=self.pairs,
             context=self.context,

@@ -53,8 +53,18 @@ class Transfers:
         return bool(self.swap_out or self.swap_in or self.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteLoad:
+    """KV that a connector is to load into whole blocks of a request, whose contents have the hashes `keys`."""
+
+    request_id: str
+    blocks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
 class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     """A request the executor holds: blocks appended to its table, tokens computed so far.
+
 
     Who only decodes on, one token after those that the executor computed, is in the plan's `tokens` and not here.
     `replaced` is (index, block id): an entry the table already had, now the request's own copy of what was shared.
@@ -71,7 +81,8 @@ class Plan:
     """One step: who runs, with how many tokens (`tokens`), who yields a token (`samples`), who is dropped.
 
     The order of `tokens` is the order of scheduling. `prefill_tokens` are those that are not decode.
-    `scrub` names blocks to be cleared before all else: what they hold is not to be trusted; then come `transfers`.
+    `scrub` names blocks to be cleared before all else: what they hold is not to be trusted; then come `transfers`, and
+    then `loads` may begin: what they write over has been moved. Nobody in the step reads their blocks.
     `pairs` and `context` size the attention of the step: (query, key) pairs, and keys read.
     """
 
@@ -83,6 +94,7 @@ class Plan:
     dropped: tuple[str, ...] = ()
     scrub: tuple[int, ...] = ()
     transfers: Transfers = Transfers()
+    loads: tuple[RemoteLoad, ...] = ()
     prefill_tokens: int = 0
     pairs: int = 0
     context: int = 0
@@ -94,7 +106,7 @@ class Plan:
     @property
     def told(self) -> bool:
         """Whether the executor must hear of this plan though nobody runs in it."""
-        return bool(self.dropped or self.scrub or self.transfers)
+        return bool(self.dropped or self.scrub or self.transfers or self.loads)
 
 
 @dataclass(frozen=True, slots=True)

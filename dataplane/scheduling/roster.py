@@ -185,7 +185,7 @@ class Roster:
         parent.forks = ()
 
     def _load(self, request: Request, match: PrefixMatch, remote: int, keep_free: int, now: float) -> bool:
-        """Begin to load `remote` tokens that follow what the cache has. False if there is no room for them."""
+        """Have `remote` tokens loaded that follow what the cache has. False if there is no room for them."""
         have, size = match.tokens, self.kv.block_size
         reserve = max(have + remote, self._room.tokens(request))
         blocks = self.kv.allocate(request, 0, match, keep_free=keep_free, reserve=reserve)
@@ -195,12 +195,16 @@ class Roster:
         self._number(request)
         request.move(RequestState.WAITING_FOR_REMOTE_KV)
         request.computed, request.kv_since = have, now
-        self._loads.start(request, blocks[have // size : (have + remote) // size], remote)
+        self._loads.ask(request, blocks, have // size, (have + remote) // size)
         return True
 
     def _take_loaded(self) -> None:
-        """Requests whose remote KV is here stand in the queue again, before those that never began."""
-        for request, tokens in self._loads.take():
+        """Requests whose remote KV is here stand in the queue again, before those that never began.
+
+        What a load that failed left in its blocks is not to be trusted.
+        """
+        for request, load, tokens in self._loads.take():
+            self.kv.scrub(load.blocks[tokens // self.kv.block_size :])
             if request.state is RequestState.WAITING_FOR_REMOTE_KV:
                 request.computed += tokens
                 request.move(RequestState.WAITING)

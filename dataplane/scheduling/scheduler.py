@@ -9,6 +9,7 @@ stand, and what moving them takes, is in roster.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from dataplane.decoding.stop import take_until_stop
@@ -65,17 +66,18 @@ class Scheduler(Roster):
         if draft.tokens:
             self._flights.start(step, draft.requests)
         dropped, self._dropped = self._dropped, []
-        return draft.finish(step, self.kv, dropped)
+        return draft.finish(step, self.kv, dropped, self._loads.take_asked())
 
     def wakes_at(self) -> float | None:
         """When (seconds) a plan may have tokens though nothing happens until then; None if at any moment or never.
 
-        Only to be asked after an empty plan, with no step in flight.
+        Infinity means that only the end of a load, or an arrival, can change anything. Only to be asked after a plan
+        that was empty and told the executor nothing, with no step in flight.
         """
-        if self.running or self._loads.loading:
+        if self.running:
             return None
         moments = [moment for moment in (self.batching.opens_at, self._deadlines.next_at) if moment is not None]
-        return min(moments, default=None)
+        return min(moments, default=math.inf if self._loads.loading else None)
 
     def _plan_running(self, draft: Draft, now: float) -> bool:
         """Give running requests their tokens: decodes first, then unfinished prefills. False if one went without."""

@@ -172,12 +172,16 @@ class KVExecutor(ScriptedExecutor):
         self._block_size = block_size
         self._root = root
         self.memory = KVMemory(block_size)
+        self.connector: KVConnector | None = None
         self._sequences: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
 
     def run(self, plan: Plan) -> StepResult:
         self.memory.clear(plan.scrub)
         self.memory.apply(plan.transfers)
+        for load in plan.loads:
+            assert self.connector is not None
+            self.connector.start_load(load)
         for new in plan.new:
             self._sequences[new.request_id] = list(new.tokens)
             self._seeds[new.request_id] = new.seed

@@ -69,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.roots: dict[str, int] = {}
         self.executor = KVExecutor(block_size, lambda request_id: self.roots[request_id])
         self.connector = LocalConnector(block_size, self.executor.memory.load) if remote else None
+        self.executor.connector = self.connector
         self.scheduler = Scheduler(self.config, self.kv, eos_token_ids=[EOS], kv_bytes=4, connector=self.connector)
         self.capacity = (num_blocks - 1) * block_size
         self.block_size = block_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,6 +157,27 @@ async def test_a_core_that_takes_nothing_fills_up_and_is_then_refused(front: Fro
         core.wait()
         seen += len(core.drain())
     assert seen == sent, "what was accepted is delivered"
+
+
+async def test_a_wait_ends_when_another_thread_wakes_it_and_only_then(core: CoreEndpoint) -> None:
+    sleeping = asyncio.create_task(asyncio.to_thread(core.wait))
+    await asyncio.sleep(0.05)
+    assert not sleeping.done()
+    core.wake()
+    await asyncio.wait_for(sleeping, 30)
+    # One that comes before the wait is not lost, and however many there were, they are one.
+    for _ in range(3000):
+        core.wake()
+    await asyncio.wait_for(asyncio.to_thread(core.wait), 30)
+    started = time.monotonic()
+    core.wait(0.05)
+    assert time.monotonic() - started >= 0.05
+
+
+async def test_a_closed_link_may_be_woken(front: FrontEndpoint) -> None:
+    with CoreEndpoint(front.address, EPOCH) as endpoint:
+        pass
+    endpoint.wake()
 
 
 async def test_the_socket_lies_in_a_private_folder_that_is_removed() -> None:

@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, *prompts: Sequence[int], **options: object) -> None:
         self.executor = KVExecutor(SIZE, lambda _: 1)
-        self.connector = LocalConnector(SIZE, self.executor.memory.load)
+        self.connector = self.executor.connector = LocalConnector(SIZE, self.executor.memory.load)
         self.scheduler: Scheduler = make_scheduler(
             **{"block_size": SIZE, "watermark": 0.0, **options, "connector": self.connector}  # type: ignore[arg-type]
         )

@@ -67,7 +67,7 @@ def test_s5_a_preempted_request_with_external_kv_restarts_with_a_hit() -> None:
     """Two requests, five usable blocks of four: the first block of each prompt lies in a connector."""
     prompts = {"old": [1, 1, 1, 1, 5, 5, 5], "new": [2, 2, 2, 2, 6, 6, 6]}
     executor = KVExecutor(4, lambda _: 1)
-    connector = LocalConnector(4, executor.memory.load)
+    connector = executor.connector = LocalConnector(4, executor.memory.load)
     scheduler = make_scheduler(num_blocks=6, block_size=4, watermark=0.0, connector=connector)
     for name, prompt in prompts.items():
         request = make_request(name, prompt, max_tokens=4)
@@ -77,6 +77,7 @@ def test_s5_a_preempted_request_with_external_kv_restarts_with_a_hit() -> None:
         scheduler.add(request)
 
     loading = scheduler.plan(0.0)
+    executor.run(loading)
     assert loading.tokens == {}
     assert scheduler.waiting_for_remote_kv == 2
     connector.deliver()
