@@ -76,18 +76,24 @@ class Static(Continuous):
         super().__init__()
         self._size = size
         self._seats = 0
+        self._preempted: dict[str, Request] = {}
 
     def open(self, now: float, running: int, waiting: Queue) -> None:
         super().open(now, running, waiting)
-        first = waiting.peek(now)
-        if not running and (first is None or first.state is not RequestState.PREEMPTED):
-            self._seats = self._batch(first, waiting)
+        if not running and not self._preempted:
+            self._seats = self._batch(waiting.peek(now), waiting)
 
     def candidate(self, waiting: Queue) -> Request | None:
-        request = waiting.peek(self._now)
-        if request is None or self._seats > 0 or request.state is RequestState.PREEMPTED:
-            return request
-        return None
+        if self._seats > 0:
+            return waiting.peek(self._now)
+        return min(self._preempted.values(), key=lambda request: (request.priority, request.admission), default=None)
+
+    def queued(self, request: Request) -> None:
+        if request.state is RequestState.PREEMPTED:
+            self._preempted[request.request_id] = request
+
+    def left(self, request: Request) -> None:
+        self._preempted.pop(request.request_id, None)
 
     def joined(self, request: Request) -> None:
         if request.preemptions == 0:

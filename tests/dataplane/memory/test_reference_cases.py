@@ -1,6 +1,7 @@
 """Blocks change hands as in vLLM's own tests: cases K1 to K12 and K15 of DOMAIN 2.3, named by label.
 
-K8 (multi-modal input) has no subject here yet.
+K8 (multi-modal input), K13 (a draft model's last block) and K14 (groups of which one has a sliding window) have no
+subject here yet: a model has one group of layers, and each of its tokens attends to all before it.
 """
 
 from __future__ import annotations

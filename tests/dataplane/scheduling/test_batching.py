@@ -112,6 +112,21 @@ def test_ageing_keeps_a_bucket_from_starving(ageing: float, served_at: int | Non
     assert served == served_at
 
 
+def test_no_batch_begins_while_one_of_the_last_is_preempted_whatever_its_priority() -> None:
+    scheduler = make_scheduler(
+        batching=Batching.STATIC, batch_size=2, num_blocks=6, block_size=4, caching=False, watermark=0.0
+    )
+    for name, max_tokens in (("a", 6), ("b", 12)):
+        scheduler.add(make_request(name, range(8), max_tokens=max_tokens, priority=1))
+    began: list[list[str]] = []
+    for now in range(40):
+        if now == 3:
+            scheduler.add(make_request("urgent", range(16), max_tokens=2, queued=3.0))
+        plan = step(scheduler, float(now))
+        began += [[new.request_id for new in plan.new]] if plan.new else []
+    assert began == [["a", "b"], ["b"], ["urgent"]]
+
+
 def test_a_bucket_is_served_in_the_queues_order() -> None:
     """The tags a gateway supplied count among those that are alike, and choose the bucket once somebody is old."""
     scheduler = make_scheduler(
