@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import re
 import sys
@@ -77,6 +78,13 @@ def _choice(flag: str, kind: type[Batching | Capacity | Preemption | QueueOrder]
     return click.option(flag, type=click.Choice(names), help=f"{what}.  [default: {default}]")
 
 
+def _a_number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """NaN is in every range that click checks."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number.", context, parameter)
+    return value
+
+
 @engine.command()
 @click.option("--replica", default="replica-0", show_default=True, help="This replica's id.")
 @click.option("--pool", default="smollm2", show_default=True, help="The pool it belongs to.")
@@ -97,6 +105,14 @@ def _choice(flag: str, kind: type[Batching | Capacity | Preemption | QueueOrder]
 @click.option(
     "--drain-seconds", default=5.0, show_default=True, type=click.FloatRange(0.0), help="Grace for running requests."
 )
+@click.option(
+    "--core-stall-seconds",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(1.0, 86_400.0),
+    callback=_a_number,
+    help="Silence after which the engine core counts as hung and is started again; half of it stops new requests.",
+)
 @click.option("--check-when-idle", is_flag=True, help="Verify the block accounting whenever the engine is idle.")
 @click.option("--log-level", default="INFO", show_default=True, envvar="TIDEGATE_LOG_LEVEL", help="Logging level.")
 @_engine_options
@@ -112,6 +128,7 @@ def serve(
     control_url: str,
     home: Path,
     drain_seconds: float,
+    core_stall_seconds: float,
     check_when_idle: bool,
     log_level: str,
     **options: Any,
@@ -150,7 +167,7 @@ def serve(
         port=port,
         advertise_url=advertise_url or f"http://{f'[{host}]' if ':' in host else host}:{port}",
         home=home.absolute(),
-        core=CoreSpec(model=model, options=overrides, check_when_idle=check_when_idle),
+        core=CoreSpec(model=model, options=overrides, check_when_idle=check_when_idle, stall_s=core_stall_seconds),
         internal_token=token,
         control_url=control_url,
         metrics_token=os.environ.get("TIDEGATE_METRICS_TOKEN", ""),

@@ -1,11 +1,14 @@
-"""The front's hold on its engine core: start it, talk to it, notice its death, start it again.
+"""The front's hold on its engine core: start it, talk to it, notice its death or its silence, start it again.
 
 Layer: service. Hands every output of a step to the sink of its request, ends all requests in flight the
 moment the core is gone, and restarts it with a higher epoch after a jittered, growing pause. It knows no HTTP
 and no text; it never retries a request (the gateway may).
 
 States: STARTING → READY → FAILED(reason) → STARTING … A configuration that can never work ends in FAILED for
-good (`hopeless` is set).
+good (`hopeless` is set). A core that is READY says something with every beat, whether or not there is work: after
+half of `CoreSpec.stall_s` in silence it is DRAINING (what runs may go on, nothing new is taken) until its next word,
+and after all of it the core is hung: it is killed and lost like one that crashed. How long it may load is not watched
+here.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ EXIT_CONFIG = 2
 """The core's exit code for a configuration that can never work."""
 TERMINATE_AFTER_S = 3.0
 KILL_AFTER_S = 3.0
+BEATS_TO_STALL = 8
+"""Beats without a word that make a core hung; half as many make it doubtful."""
 
 Sink = Callable[[RequestOutput], None]
 
@@ -69,6 +74,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Engine configuration overrides."""
     check_when_idle: bool = False
     """Verify the block accounting whenever the core falls idle."""
+    stall_s: float = 60.0
+    """A core that was ready and says nothing for this long is hung. The longest step must be well below half of it."""
     command: tuple[str, ...] = (
         sys.executable,
         *(["-P"] if sys.flags.safe_path else []),
@@ -76,6 +83,11 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         "dataplane.core_process",
     )
     """Program and leading arguments."""
+
+    @property
+    def beat_s(self) -> float:
+        """How often a healthy core says something, unless a step takes longer."""
+        return self.stall_s / BEATS_TO_STALL
 
     def arguments(self, *, address: str, epoch: int, parent: int) -> list[str]:
         return [
@@ -85,6 +97,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
             *("--parent", str(parent)),
             *("--model", self.model),
             *("--options", json.dumps(dict(self.options))),
+            *("--beat", str(self.beat_s)),
             *(["--check-when-idle"] if self.check_when_idle else []),
         ]
 
@@ -95,7 +108,7 @@ class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
     first_s: float = 0.5
     longest_s: float = 30.0
     stable_s: float = 60.0
-    """A core that was ready for this long starts the count anew."""
+    """A core that spoke for this long after its start starts the count anew."""
 
     def pause(self, failures: int, rng: random.Random) -> float:
         """Seconds to wait after the `failures`-th failure in a row (1 is the first)."""
@@ -138,6 +151,8 @@ class CoreClient:
         self._alive = False
         self._fault = ""
         self._load_s = 5.0
+        self._heard_at = clock()
+        self._silent_beats = 0
         self._stopping = False
         self._link: FrontEndpoint | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -149,6 +164,7 @@ class CoreClient:
         self._tasks = [
             asyncio.create_task(self._receive(self._link), name="core-receive"),
             asyncio.create_task(self._supervise(self._link), name="core-supervise"),
+            asyncio.create_task(self._watch(), name="core-watch"),
         ]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
@@ -206,7 +222,7 @@ class CoreClient:
             self._link = None
 
     async def _stop_process(self, process: asyncio.subprocess.Process, drain_s: float) -> None:
-        if self._link is not None and self.state is ReplicaState.READY:
+        if self._link is not None and self.ready is not None:
             with contextlib.suppress(CoreBusyError, CoreUnreachableError):
                 self._link.send(self.epoch, Shutdown(drain=drain_s > 0.0, boot_epoch=self.epoch))
         else:
@@ -237,6 +253,10 @@ class CoreClient:
                 self._take(message)
 
     def _take(self, message: CoreMessage) -> None:
+        self._heard_at = self._clock()
+        self._silent_beats = 0
+        if self.state is ReplicaState.DRAINING:
+            self._change(ReplicaState.READY, "")
         match message:
             case CoreReady():
                 self.ready = message
@@ -287,7 +307,7 @@ class CoreClient:
             if code == EXIT_CONFIG:
                 self.hopeless.set()
                 return
-            failures = 1 if self._clock() - started >= self._policy.stable_s else failures + 1
+            failures = 1 if self._heard_at - started >= self._policy.stable_s else failures + 1
             pause = self._policy.pause(failures, self._rng)
             logger.warning("%s; starting it again in %.1f s", self.reason, pause)
             await asyncio.sleep(pause)
@@ -305,6 +325,29 @@ class CoreClient:
             self._fault = f"cannot start the process: {error}"
             return None
         return await self._process.wait()
+
+    async def _watch(self) -> None:
+        """Count the beats that pass without a word. It is not time that is measured: a front that was itself held up
+        has at most one beat to count before it hears what the core said meanwhile."""
+        while True:
+            await asyncio.sleep(self._spec.beat_s)
+            if self.ready is None:
+                continue
+            self._silent_beats += 1
+            # The first beat of a silence may have been almost over when it began.
+            if self._silent_beats > BEATS_TO_STALL:
+                self._kill_hung()
+            elif self._silent_beats > BEATS_TO_STALL // 2 and self.state is ReplicaState.READY:
+                silence = f"the engine core has said nothing for {self._spec.stall_s / 2:g} s"
+                self._change(ReplicaState.DRAINING, silence)
+
+    def _kill_hung(self) -> None:
+        """SIGKILL, because it may be stopped; `_supervise` sees its end."""
+        self._lose_core(f"the engine core hung: no answer for {self._spec.stall_s:g} s")
+        logger.error("%s; killing it (--core-stall-seconds must be well above its longest step)", self.reason)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def _lose_core(self, reason: str) -> None:
         """The core is gone: every request in flight ends now."""

@@ -1,8 +1,8 @@
 """The engine core as a process: a ZMQ loop around the synchronous `EngineCore`.
 
 Layer: runtime. Takes requests off the link between steps, runs one step at a time and sends one frame per
-step. It sleeps in the kernel while there is no work, dies with its front, and never serves HTTP, tokenises
-or decides anything: all policy is inside `EngineCore`.
+step. It sleeps in the kernel while there is no work, but for one beat in which it says that it is well. It dies with
+its front, and never serves HTTP, tokenises or decides anything: all policy is inside `EngineCore`.
 
 Exit codes: 0 asked to stop, 1 a fault while running (reported by a CoreFault frame), 2 the configuration
 can never work (reported likewise; starting again would not help).
@@ -52,7 +52,8 @@ _PR_SET_PDEATHSIG = 1
 class CoreLoop:
     """Receive → step → send, until told to stop.
 
-    `interrupted` is asked between steps: true once a signal wants the core to leave.
+    `interrupted` is asked between steps: true once a signal wants the core to leave. `beat_s` is how often the front
+    hears something, with or without work; a loop that is stuck says nothing.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class CoreLoop:
         interrupted: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         check_when_idle: bool = False,
+        beat_s: float = 7.5,
     ) -> None:
         self._core = core
         self._link = link
         self._interrupted = interrupted
         self._clock = clock
         self._check_when_idle = check_when_idle
+        self._beat_s = beat_s
         self._step = 0
         self._draining = False
         self._stop_now = False
@@ -91,17 +94,17 @@ class CoreLoop:
                 self._step += 1
             self._report(outputs)
             if not (self._core.has_work() or self._draining):
-                self._link.wait()
+                self._link.wait(self._beat_s)
             elif pause_s := self._core.pause_s:
-                self._link.wait(pause_s)
+                self._link.wait(min(pause_s, self._beat_s))
 
     def _report(self, outputs: list[RequestOutput]) -> None:
-        """Send this step's frame; statistics ride along at intervals and whenever the core falls idle."""
+        """Send this step's frame; statistics ride along at intervals, with every beat and whenever it falls idle."""
         busy = self._core.has_work()
         now = self._clock()
         fell_idle = not busy and (self._was_busy or bool(outputs))
         self._was_busy = busy
-        due = busy and now - self._stats_at >= STATS_INTERVAL_S
+        due = now - self._stats_at >= (min(STATS_INTERVAL_S, self._beat_s) if busy else self._beat_s)
         stats = self._core.stats() if due or fell_idle else None
         if fell_idle and self._check_when_idle:
             self._core.check_integrity()
@@ -171,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="model name or path")
     parser.add_argument("--options", default="{}", help="engine configuration overrides as JSON")
     parser.add_argument("--check-when-idle", action="store_true", help="verify block accounting whenever idle")
+    parser.add_argument("--beat", required=True, type=float, help="seconds in which the front hears something")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     # Ctrl-C reaches the whole process group; when the core ends is the front's business.
@@ -187,7 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signals = _Signals()
         link.watch(signals.reader.fileno())
         try:
-            CoreLoop(core, link, interrupted=lambda: signals.stop, check_when_idle=options.check_when_idle).run()
+            CoreLoop(
+                core,
+                link,
+                interrupted=lambda: signals.stop,
+                check_when_idle=options.check_when_idle,
+                beat_s=options.beat,
+            ).run()
         except Exception as error:
             return _fault(link, error)
     return EXIT_STOPPED

@@ -88,14 +88,17 @@ class Replica:
     @property
     def state(self) -> ReplicaState:
         """READY is the only state in which requests are taken."""
-        if self._draining and self.core.state is not ReplicaState.FAILED:
-            return ReplicaState.DRAINING
-        return self.core.state
+        return ReplicaState.DRAINING if self._leaving else self.core.state
+
+    @property
+    def _leaving(self) -> bool:
+        """Draining because it was asked to, and not because its core is silent."""
+        return bool(self._draining) and self.core.state is not ReplicaState.FAILED
 
     @property
     def reason(self) -> str:
         """One sentence on the state; empty when READY."""
-        return self._draining if self.state is ReplicaState.DRAINING else self.core.reason
+        return self._draining if self._leaving else self.core.reason
 
     @property
     def ready(self) -> CoreReady | None:
@@ -210,7 +213,7 @@ class Replica:
         return self.core.ready
 
     def _unavailable(self) -> ApiError:
-        code = "draining" if self.state is ReplicaState.DRAINING else "engine_unavailable"
+        code = "draining" if self._leaving else "engine_unavailable"
         return unavailable(
             f"the replica is {self.state}: {self.reason}", code=code, retry_after_s=self.core.retry_after_s()
         )
@@ -218,7 +221,7 @@ class Replica:
     # What the core tells -------------------------------------------------------------------------------------
 
     def _core_changed(self) -> None:
-        if self.core.state is not ReplicaState.READY:
+        if self.core.ready is None:
             # The dead core's state is gone with it; its blocks are nobody's.
             self.gauges = Gauges()
         logger.info("%s%s", self.state, f": {self.reason}" if self.reason else "")

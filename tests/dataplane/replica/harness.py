@@ -41,8 +41,8 @@ def smollm2_tokenizer() -> Tokenizer:
     return load_tokenizer(find_model("smollm2")[0])
 
 
-def scripted(**options: Any) -> CoreSpec:
-    return CoreSpec(model="script", options=options, command=SCRIPTED)
+def scripted(*, stall_s: float = 60.0, **options: Any) -> CoreSpec:
+    return CoreSpec(model="script", options=options, command=SCRIPTED, stall_s=stall_s)
 
 
 def make_config(home: Path, core: CoreSpec, **overrides: Any) -> ReplicaConfig:

@@ -3,7 +3,7 @@
 Started like `dataplane.core_process`. The options say what it does:
 - mode: "serve" (default), "config" (refuses its configuration), "crash" (exits while loading), "fault" (reports a
   fault at the first request), "stale" (marks all but the last frame with another epoch), "deaf" (ignores Shutdown
-  and SIGTERM)
+  and SIGTERM), "hang" (gets stuck for good once it has answered a request, and ignores SIGTERM)
 - emit: how many tokens for each request, one frame each, or the ids themselves
 - finish: whether the last one ends the request (default), or it hangs; or how it ends: "stop" by the last one's id
 - emits: by the number of the sample, what it emits instead; where log-probabilities are asked for, the k-th token of
@@ -44,8 +44,9 @@ LETTER_A = 49
 
 
 class Script:
-    def __init__(self, link: CoreEndpoint, epoch: int, options: dict[str, object]) -> None:
+    def __init__(self, link: CoreEndpoint, epoch: int, options: dict[str, object], beat_s: float) -> None:
         self.link = link
+        self.beat_s = beat_s
         self.mode = str(options.get("mode", "serve"))
         emit = options.get("emit", 3)
         self.emit: list[int] = emit if isinstance(emit, list) else [LETTER_A] * int(str(emit))
@@ -87,6 +88,8 @@ class Script:
             for number, (request_id, script) in enumerate(zip(samples, scripts, strict=True)):
                 if step < len(script):
                     self.emit_one(request, request_id, number, step, script)
+        while self.mode == "hang":
+            time.sleep(60)
 
     def emit_one(self, request: EngineRequest, request_id: str, number: int, step: int, script: list[int]) -> None:
         last = bool(self.finish) and step == len(script) - 1
@@ -103,7 +106,8 @@ class Script:
 
     def run(self) -> None:
         while True:
-            self.link.wait()
+            self.link.wait(self.beat_s)
+            self.link.send(StepOutput(boot_epoch=self.own_epoch, step=self.step))
             for message in self.link.drain():
                 if isinstance(message, AddRequest):
                     self.add(message.request)
@@ -127,13 +131,14 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--options", default="{}")
     parser.add_argument("--check-when-idle", action="store_true")
+    parser.add_argument("--beat", type=float, required=True)
     arguments = parser.parse_args()
     options = json.loads(arguments.options)
     die_with_parent(arguments.parent)
     mode = options.get("mode")
     if mode == "crash":
         return 7
-    if mode == "deaf":
+    if mode in ("deaf", "hang"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(float(options.get("loading_s", 0)))
     with CoreEndpoint(arguments.address, arguments.epoch) as link:
@@ -150,7 +155,7 @@ def main() -> int:
             max_num_seqs=int(options.get("most", 0)),
         )
         link.send(ready)
-        Script(link, arguments.epoch, options).run()
+        Script(link, arguments.epoch, options, arguments.beat).run()
     return 0
 
 

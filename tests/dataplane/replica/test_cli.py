@@ -36,6 +36,8 @@ def run(*arguments: str, token: str | None = "token", cwd: Path | None = None) -
         (["--replica", "a/../../b"], 2, "replica"),
         (["--batching", "lucky"], 2, "'continuous', 'static', 'dynamic', 'selective'"),
         (["--steps-in-flight", "3"], 2, "--steps-in-flight"),
+        (["--core-stall-seconds", "0.5"], 2, "--core-stall-seconds"),
+        (["--core-stall-seconds", "nan"], 2, "nan is not a number"),
     ],
 )
 def test_serve_refuses_in_one_sentence(tmp_path: Path, flags: list[str], code: int, sentence: str) -> None:

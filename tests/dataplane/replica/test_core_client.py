@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,8 @@ import pytest
 from dataplane.core_client import CoreClient, CoreSpec, CoreUnavailableError, RestartPolicy
 from dataplane.protocol import CoreStats, EngineRequest, FinishReason, ReplicaState, RequestOutput, SamplingParams
 from tests.dataplane.replica.harness import QUICK, scripted, until
+
+STALL_S = 3.0
 
 
 class Log:
@@ -91,6 +94,92 @@ async def test_kill_9_ends_every_request_at_once_and_the_core_comes_back() -> No
             (ReplicaState.STARTING, 1),
             (ReplicaState.READY, 2),
         ]
+
+
+def stop_core(client: CoreClient) -> int:
+    """SIGSTOP: the process is there and says nothing, as one that is stuck in a driver."""
+    assert client.process_id is not None
+    os.kill(client.process_id, signal.SIGSTOP)
+    return client.process_id
+
+
+async def test_a_core_that_hangs_is_first_given_nothing_new_then_killed_and_replaced() -> None:
+    async with running(scripted(mode="hang", emit=2, finish=False, stall_s=STALL_S)) as (client, log):
+        hanging = submit(client, "a")
+        await until(lambda: len(hanging) == 2, "tokens come")
+        first = client.process_id
+        await until(lambda: client.state is ReplicaState.DRAINING, "its silence is noticed")
+        assert client.reason == f"the engine core has said nothing for {STALL_S / 2:g} s"
+        assert hanging[-1].finish is None, "what runs may still go on"
+        with pytest.raises(CoreUnavailableError) as caught:
+            submit(client, "b")
+        assert caught.value.reason == client.reason
+        await until(ended(hanging), "the request ends")
+        assert hanging[-1].finish is FinishReason.ERROR
+        assert hanging[-1].error == f"the engine core hung: no answer for {STALL_S:g} s"
+        await until(lambda: client.state is ReplicaState.READY, "a new core is ready")
+        assert client.process_id != first
+        assert first is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert (client.epoch, client.restarts, client.in_flight) == (2, 1, 0)
+        assert log.states == [
+            (ReplicaState.READY, 1),
+            (ReplicaState.DRAINING, 1),
+            (ReplicaState.FAILED, 1),
+            (ReplicaState.STARTING, 1),
+            (ReplicaState.READY, 2),
+        ]
+
+
+async def test_an_idle_core_that_hangs_is_found_before_anybody_asks() -> None:
+    async with running(scripted(stall_s=STALL_S)) as (client, log):
+        stop_core(client)
+        await until(lambda: client.epoch == 2 and client.state is ReplicaState.READY, "a new core is ready")
+        assert [state for state, epoch in log.states if epoch == 1] == [
+            ReplicaState.READY,
+            ReplicaState.DRAINING,
+            ReplicaState.FAILED,
+            ReplicaState.STARTING,
+        ]
+
+
+async def test_a_core_that_speaks_again_goes_on_with_what_it_had() -> None:
+    async with running(scripted(emit=1, finish=False, stall_s=4 * STALL_S)) as (client, log):
+        outputs = submit(client, "a")
+        await until(lambda: len(outputs) == 1, "it runs")
+        pid = stop_core(client)
+        await until(lambda: client.state is ReplicaState.DRAINING, "its silence is noticed")
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: client.state is ReplicaState.READY, "its word is heard")
+        client.abort(["a"])
+        await until(ended(outputs), "it answers")
+        assert outputs[-1].finish is FinishReason.ABORT
+        assert client.restarts == 0
+        assert [state for state, _ in log.states] == [ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.READY]
+
+
+async def test_a_front_that_was_held_up_does_not_blame_its_core() -> None:
+    async with running(scripted(stall_s=STALL_S)) as (_, log):
+        time.sleep(1.5 * STALL_S)
+        await asyncio.sleep(STALL_S / 2)
+        assert log.states == [(ReplicaState.READY, 1)]
+
+
+async def test_how_long_a_core_loads_is_not_watched() -> None:
+    async with running(scripted(loading_s=1.5, stall_s=1.0)) as (client, log):
+        assert log.states == [(ReplicaState.READY, 1)]
+        assert client.restarts == 0
+
+
+async def test_a_hung_core_is_stopped_with_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataplane.core_client.TERMINATE_AFTER_S", 0.2)
+    monkeypatch.setattr("dataplane.core_client.KILL_AFTER_S", 0.2)
+    async with running(scripted()) as (client, _):
+        pid = stop_core(client)
+        await client.stop()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 async def test_a_request_while_the_core_is_gone_is_refused_with_a_time_to_wait() -> None:

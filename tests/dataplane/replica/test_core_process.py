@@ -175,6 +175,25 @@ async def test_statistics_ride_along_at_intervals_while_busy(tick_s: float, ever
     assert len(with_stats) in (0, 1, 19)
 
 
+@pytest.mark.parametrize("tokens", [0, 1000], ids=["without work", "with work that waits"])
+async def test_a_core_that_is_well_says_so_though_nothing_happens(tokens: int) -> None:
+    engine: Any = CountingEngine()
+    engine.pause_s = 3600.0
+    async with linked() as (front, core):
+        if tokens:
+            engine.add(add("a", tokens=tokens).request)
+        loop = CoreLoop(engine, core, interrupted=lambda: False, beat_s=0.05)
+        running = asyncio.create_task(asyncio.to_thread(loop.run))
+        heard = 0
+        async with asyncio.timeout(60):
+            while heard < 4:
+                message = (await front.receive())[1]
+                heard += isinstance(message, StepOutput) and message.stats is not None
+        front.send(EPOCH, Shutdown(drain=False, boot_epoch=EPOCH))
+        await running
+    assert engine.steps <= 10 * heard, "it slept in between"
+
+
 async def test_accounts_are_verified_whenever_it_falls_idle() -> None:
     engine, _ = await play([add("a", tokens=2), Shutdown(boot_epoch=EPOCH)])
     assert engine.checks == 1
@@ -218,6 +237,6 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_core_whose_front_is_already_gone_does_not_start() -> None:
-    arguments = ["--address", "ipc:///nowhere", "--epoch", "1", "--parent", "1", "--model", "smollm2"]
+    arguments = ["--address", "ipc:///nowhere", "--epoch", "1", "--parent", "1", "--model", "smollm2", "--beat", "1"]
     done = subprocess.run([sys.executable, "-m", "dataplane.core_process", *arguments], timeout=120, check=False)
     assert done.returncode == 0

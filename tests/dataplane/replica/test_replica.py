@@ -219,6 +219,26 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path:
         assert replica.core.in_flight == 1, "the running request goes on"
 
 
+async def test_a_silent_core_keeps_its_gauges_and_is_no_drain(tmp_path: Path) -> None:
+    config = make_config(tmp_path, scripted(emit=1, finish=False, stall_s=8.0))
+    async with serving(config) as (replica, client), client.chat(stream=True) as stream:
+        await first_text(stream)
+        pid = replica.core.process_id
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: replica.state is ReplicaState.DRAINING, "the silence is noticed")
+        status, headers, body = await _status_and_body(client.chat())
+        assert (status, body["error"]["code"]) == (503, "engine_unavailable")
+        assert "has said nothing for 4 s" in body["error"]["message"]
+        assert "retry-after" in headers
+        assert replica.gauges.running == 1
+        replica.drain("asked by a test")
+        assert replica.reason == "asked by a test"
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: replica.core.state is ReplicaState.READY, "the core speaks again")
+        assert replica.state is ReplicaState.DRAINING, "who was asked to drain still does"
+
+
 async def test_stopping_ends_streams_with_an_error_event_and_keeps_their_usage(tmp_path: Path) -> None:
     config = make_config(tmp_path, scripted(emit=1, finish=False), drain_s=0.1)
     async with serving(config) as (replica, client):

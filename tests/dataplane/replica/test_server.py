@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -409,6 +410,43 @@ async def test_kill_9_of_the_core_mid_stream_and_back_to_ready(process: Process,
         assert answer.status == 200
         assert "Paris" in await answer.text()
     await every_block_is_free(client)
+
+
+async def test_a_core_that_hangs_ends_its_stream_and_is_replaced(tmp_path: Path) -> None:
+    flags = ("--max-model-len", str(CONTEXT), "--num-blocks", "257", "--core-stall-seconds", "6")
+    with replica_process(tmp_path, *flags) as process:
+        async with client_of(process.url) as client:
+            await until_ready(client)
+            async with client.chat("Tell a long story.", stream=True, max_tokens=400, ignore_eos=True) as stream:
+                seen = await stream.content.readany()
+                (core,) = process.core_pids()
+                os.kill(core, signal.SIGSTOP)
+                async with asyncio.timeout(60):
+                    while (health := await _health(client))["state"] == "ready":
+                        await asyncio.sleep(0.05)
+                assert health["state"] == "draining"
+                assert health["reason"] == "the engine core has said nothing for 3 s"
+                async with client.chat() as refused:
+                    assert refused.status == 503
+                    assert json.loads(await refused.read())["error"]["code"] == "engine_unavailable"
+                assert not stream.content.at_eof(), "what runs is given the other half"
+                seen += await stream.content.read()
+            error = sse(seen.decode())[-1]["error"]
+            assert (error["code"], error["message"]) == (
+                "engine_unavailable",
+                "the engine core hung: no answer for 6 s",
+            )
+            await until_ready(client)
+            assert await client.metric("tidegate_engine_core_restarts_total") == 1
+            assert core not in process.core_pids()
+            async with client.chat(PARIS, temperature=0, max_tokens=20) as answer:
+                assert "Paris" in await answer.text()
+    assert "hung: no answer for 6 s; starting it again" in process.log.read_text()
+
+
+async def _health(client: Client) -> Any:
+    async with client.get("/healthz") as answer:
+        return json.loads(await answer.read())
 
 
 async def test_sigterm_ends_streams_stops_the_core_and_keeps_usage(process: Process, client: Client) -> None:
