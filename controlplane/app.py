@@ -20,7 +20,7 @@ from litestar.exceptions import HTTPException
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane import error_responses, openapi, request_id
+from controlplane import error_responses, openapi, query_parameters, request_id
 from controlplane.component import Component, Lifespan, Resources
 from controlplane.db import create_engine, transaction
 from controlplane.errors import TidegateError
@@ -113,7 +113,7 @@ def _control(settings: Settings, common: dict[str, Any]) -> Application:
     common["dependencies"]["current_user"] = Provide(provide_current_user, sync_to_thread=False)
     app = Application(
         **common,
-        guards=[authorize],
+        guards=[authorize, query_parameters.refuse_unknown],
         csrf_config=browser.csrf_config(settings),
         openapi_config=openapi.config(),
     )

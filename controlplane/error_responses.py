@@ -26,6 +26,9 @@ JSON_PREFIXES = ("/v1", "/api/", "/internal/", "/metrics", "/healthz", "/events/
 
 _NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 
+_NO_OBJECT = ("'data'", "Expected `object`")
+"""What the framework says of a body that is empty (in a KeyError's words) or holds something else."""
+
 _TYPES = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
@@ -107,6 +110,8 @@ def _sentence(request: Request[Any, Any, Any], error: HTTPException) -> tuple[st
         text = str(problem.get("message", "is not valid"))
         named = _NAMED_FIELD.search(text)
         key = named.group(1) if named else str(problem.get("key") or "body").replace("data", "body", 1)
+        if key == "body" and text.startswith(_NO_OBJECT):
+            return "a JSON object is expected as the body", key
         return f"{key}: {text}", key
     return str(error.detail), None
 

@@ -23,15 +23,18 @@ class LedgerController(Controller):
     path = "/usage"
     tags = ["usage"]  # noqa: RUF012 - the framework's own attribute
 
-    @get(operation_id="listUsage", summary="List attempts, newest first")
+    @get(operation_id="listUsage", summary="List attempts that finished in a span, newest first")
     async def list_usage(
         self,
+        *,
         session: NamedDependency[AsyncSession],
+        since: FromQuery[datetime | None] = None,
+        until: FromQuery[datetime | None] = None,
         tenant: FromQuery[str | None] = None,
         after: FromQuery[str | None] = None,
         limit: Limit = 50,
     ) -> Page[UsageLine]:
-        return await service.usage_page(session, tenant=tenant, after=after, limit=limit)
+        return await service.usage_page(session, since=since, until=until, tenant=tenant, after=after, limit=limit)
 
     @get("/totals", operation_id="sumUsage", summary="Usage over a span by tenant, model or key")
     async def totals(

@@ -98,9 +98,21 @@ async def totals(
     ]
 
 
-async def lines(session: AsyncSession, *, tenant: str | None, after: Cursor | None, limit: int) -> list[UsageLine]:
-    """At most `limit` + 1 attempts, newest first, those older than `after`."""
+async def lines(
+    session: AsyncSession,
+    *,
+    since: datetime | None,
+    until: datetime | None,
+    tenant: str | None,
+    after: Cursor | None,
+    limit: int,
+) -> list[UsageLine]:
+    """At most `limit` + 1 attempts that finished in [since, until), newest first, those older than `after`."""
     query: Select[*tuple[Any, ...]] = select(*(getattr(UsageEntry, name) for name in _COLUMNS))
+    if since is not None:
+        query = query.where(UsageEntry.finished_at >= since)
+    if until is not None:
+        query = query.where(UsageEntry.finished_at < until)
     if tenant is not None:
         query = query.where(UsageEntry.tenant == tenant)
     if after is not None:

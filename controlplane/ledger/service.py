@@ -48,8 +48,7 @@ async def usage_totals(
 
     Raises InvalidRequestError when the span is empty, longer than `LONGEST_SPAN` or without time zone.
     """
-    if since.tzinfo is None or until.tzinfo is None:
-        raise InvalidRequestError("a span's ends name their time zone", param="since")
+    _require_zones(since, until)
     if not since < until <= since + LONGEST_SPAN:
         raise InvalidRequestError(
             f"a span ends after it starts and is at most {LONGEST_SPAN.days} days long", param="since"
@@ -58,15 +57,24 @@ async def usage_totals(
 
 
 async def usage_page(
-    session: AsyncSession, *, tenant: str | None = None, after: str | None = None, limit: int = 50
+    session: AsyncSession,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    tenant: str | None = None,
+    after: str | None = None,
+    limit: int = 50,
 ) -> Page[UsageLine]:
-    """Attempts, newest first, in one query that costs the same at any depth (F31).
+    """Attempts that finished in [since, until), newest first, in one query that costs the same at any depth (F31).
 
-    Raises InvalidRequestError for a cursor that is not one of ours.
+    Raises InvalidRequestError for a span that is empty or without time zone and for a cursor that is not one of ours.
     """
+    _require_zones(since, until)
+    if since is not None and until is not None and since >= until:
+        raise InvalidRequestError("a span ends after it starts", param="since")
     if not 1 <= limit <= LARGEST:
         raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
-    rows = await repository.lines(session, tenant=tenant, after=decode(after), limit=limit)
+    rows = await repository.lines(session, since=since, until=until, tenant=tenant, after=decode(after), limit=limit)
     return page(rows, limit, lambda row: row, lambda row: Cursor(row.finished_at, row.attempt_id))
 
 
@@ -78,3 +86,9 @@ async def estimated_rows(session: AsyncSession) -> int:
 async def forget_refused(session: AsyncSession, *, older_than_s: float, limit: int) -> int:
     """Delete at most `limit` old records that were set aside; returns how many went. The ledger itself stays."""
     return await repository.delete_refused(session, older_than_s, limit)
+
+
+def _require_zones(since: datetime | None, until: datetime | None) -> None:
+    for name, moment in (("since", since), ("until", until)):
+        if moment is not None and moment.tzinfo is None:
+            raise InvalidRequestError("a span's ends name their time zone", param=name)

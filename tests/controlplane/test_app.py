@@ -129,6 +129,15 @@ async def test_an_unreadable_body_is_a_400_with_a_sentence(
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"1"])
+async def test_without_an_object_as_body_a_json_object_is_asked_for(deployed: Deployment, body: bytes) -> None:
+    headers = {**deployed.operator, "content-type": "application/json"}
+    for method, path in (("POST", "/api/v1/tenants"), ("PATCH", "/api/v1/tenants/acme")):
+        answer = await deployed.client.request(method, path, content=body, headers=headers)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "body")
+        assert error_of(answer)["message"] == "a JSON object is expected as the body"
+
+
 async def test_a_nul_character_anywhere_is_a_400(deployed: Deployment) -> None:
     for path in ("/api/v1/tenants/%00", "/api/v1/keys/%00"):
         answer = await deployed.client.get(path, headers=deployed.operator)

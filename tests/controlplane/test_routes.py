@@ -170,6 +170,29 @@ async def test_an_operator_is_let_through_everywhere(deployed: Deployment) -> No
         assert status < 500, (call, status)
 
 
+async def test_the_admin_api_refuses_query_parameters_it_does_not_know(deployed: Deployment) -> None:
+    walked = 0
+    for call in calls_of(deployed.app):
+        if call.api:
+            walked += 1
+            answer = await deployed.client.request(
+                call.method, call.path, params={"tenent": "x"}, headers=deployed.operator
+            )
+            if call.method != "HEAD":
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tenent"), (call, answer.text)
+    assert walked > 15
+    for path, name, known in (
+        ("/api/v1/usage?cursor=x", "cursor", "after, limit, since, tenant, until"),
+        ("/api/v1/overview?window=3600", "window", "replica, tenant, window_s"),
+        ("/api/v1/pools?x=", "x", "none"),
+    ):
+        error = (await deployed.client.get(path, headers=deployed.viewer)).json()["error"]
+        assert error["message"] == f"there is no query parameter {name!r} here; it takes {known}"
+        assert error["code"] == "unknown_parameter"
+    assert (await deployed.client.get("/api/v1/tenants?x=1")).status_code == 401
+    assert (await deployed.client.get("/login?utm_source=mail")).status_code == 200
+
+
 async def test_credentials_do_not_cross_surfaces(deployed: Deployment) -> None:
     """A session opens no API (so no CSRF there), an admin token no page, neither of them the internal routes."""
     page = await browser(deployed, deployed.operator_email)

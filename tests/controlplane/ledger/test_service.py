@@ -97,6 +97,23 @@ async def test_a_span_begins_inclusive_and_ends_exclusive(session: AsyncSession)
         assert len(await service.usage_totals(session, by=UsageDimension.KEY, since=since, until=until)) == expected
 
 
+async def test_pages_keep_to_a_span_too(session: AsyncSession) -> None:
+    edge, hour = SINCE.timestamp(), timedelta(hours=1)
+    await service.record(session, [usage(f"a{n}", started_at=edge, finished_at=edge + 3600 * n) for n in range(4)])
+    for since, until, expected in (
+        (SINCE + hour, SINCE + 3 * hour, ["a2", "a1"]),
+        (SINCE + 3 * hour, None, ["a3"]),
+        (None, SINCE + hour, ["a0"]),
+    ):
+        first = await service.usage_page(session, since=since, until=until, limit=1)
+        rest = await service.usage_page(session, since=since, until=until, after=first.next) if first.next else None
+        lines = [*first.items, *(rest.items if rest else [])]
+        assert [line.attempt_id for line in lines] == expected
+    for wrong in ({"since": UNTIL, "until": SINCE}, {"since": SINCE.replace(tzinfo=None)}):
+        with pytest.raises(InvalidRequestError):
+            await service.usage_page(session, **wrong)
+
+
 @pytest.mark.parametrize(
     ("since", "until"),
     [
