@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dataplane.api_error import ApiError, invalid
-from dataplane.openai_fields import NOTHING, given, refuse_unsupported, shaped, within
+from dataplane.openai_fields import NOTHING, given, refuse_unsupported, shaped, shown, within
 from dataplane.openai_messages import read_messages, read_tools
 from dataplane.openai_params import (
     MAX_TOP_LOGPROBS,
@@ -248,7 +248,7 @@ def _best_of(body: _CompletionBody, n: int) -> int:
     if body.best_of is None:
         return n
     if not 1 <= body.best_of <= MAX_BEST_OF:
-        raise invalid(f"best_of must be between 1 and {MAX_BEST_OF}, got {body.best_of:.6g}", "best_of")
+        raise invalid(f"best_of must be between 1 and {MAX_BEST_OF}, got {shown(body.best_of)}", "best_of")
     if body.best_of < n:
         raise invalid(f"best_of must be at least n, got {body.best_of} with n {n}", "best_of")
     if body.stream and body.best_of > n:

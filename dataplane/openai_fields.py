@@ -12,6 +12,7 @@ from dataplane.api_error import ApiError, invalid
 
 NOTHING: Final = ()
 """No value of this parameter asks for nothing."""
+LONGEST_NUMBER = 40
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -47,8 +48,14 @@ def shaped(text: str) -> ApiError:
 def within(name: str, value: float, low: float, high: float) -> float:
     """`value`, or a refusal that names the bounds. NaN is outside every range."""
     if not low <= value <= high:
-        raise invalid(f"{name} must be between {low:g} and {high:g}, got {value:g}", name)
+        raise invalid(f"{name} must be between {low:g} and {high:g}, got {shown(value)}", name)
     return value
+
+
+def shown(value: float) -> str:
+    """A refused number as it is, so that it differs from every bound; one of very many digits is cut."""
+    text = repr(value).removesuffix(".0")
+    return text if len(text) <= LONGEST_NUMBER else f"{text[:LONGEST_NUMBER]}… ({len(text)} characters)"
 
 
 def an_object(value: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dataplane.api_error import invalid
-from dataplane.openai_fields import within
+from dataplane.openai_fields import shown, within
 from dataplane.openai_grammar import read_grammar
 from dataplane.protocol import SamplingParams
 
@@ -73,7 +73,7 @@ def read_params(
 ) -> tuple[SamplingParams, str]:
     """How to sample, and the name by which the grammar came."""
     if max_tokens is not None and not 1 <= max_tokens <= MAX_INT:
-        raise invalid(f"{limit_param} must be between 1 and {MAX_INT}, got {max_tokens:.6g}", limit_param)
+        raise invalid(f"{limit_param} must be between 1 and {MAX_INT}, got {shown(max_tokens)}", limit_param)
     if len(body.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     if not 0 <= body.min_tokens <= MAX_INT:
@@ -110,7 +110,7 @@ def read_params(
 def read_choices(body: Body) -> int:
     """Answers for each prompt."""
     if not 1 <= body.n <= MAX_CHOICES:
-        raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {body.n:.6g}", "n")
+        raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {shown(body.n)}", "n")
     return body.n
 
 
@@ -122,7 +122,7 @@ def _logit_bias(body: Body) -> dict[int, float]:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise invalid(f"logit_bias names {token[:50]!r}, which is no token id", "logit_bias")
         if not -100.0 <= bias <= 100.0 or math.isnan(bias):
-            raise invalid(f"logit_bias must be between -100 and 100, got {bias:g} for token {token}", "logit_bias")
+            raise invalid(f"logit_bias must be between -100 and 100, got {shown(bias)} for token {token}", "logit_bias")
         biases[int(token)] = bias
     return biases
 

@@ -193,6 +193,23 @@ def test_chat_refuses_by_name(fields: dict[str, Any], param: str, code: str) -> 
     assert error.type == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"temperature": 2.0000001}, "between 0 and 2, got 2.0000001"),
+        ({"temperature": 9}, "between 0 and 2, got 9"),
+        ({"top_p": 1 + 2**-52}, "between 0 and 1, got 1.0000000000000002"),
+        ({"logit_bias": {"5": 100.0000001}}, "between -100 and 100, got 100.0000001 for token 5"),
+        ({"max_tokens": 2**31}, "between 1 and 2147483647, got 2147483648"),
+        ({"n": 10**400}, f"between 1 and 128, got 1{'0' * 39}… (401 characters)"),
+        ({"prompt_logprobs": 10**400}, f"between 0 and 20, got 1{'0' * 39}… (401 characters)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_number_out_of_range_is_told_as_it_is(fields: dict[str, Any], end: str) -> None:
+    assert json.loads(refused(chat(**fields)).body())["error"]["message"].endswith(end)
+
+
 BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "missing_parameter"),
     ({"prompt": []}, "prompt", "invalid_value"),
@@ -204,6 +221,7 @@ BAD_COMPLETION: list[tuple[dict[str, Any], str, str]] = [
     ({"echo": 1}, "echo", "invalid_type"),
     ({"best_of": 0}, "best_of", "invalid_value"),
     ({"best_of": 21}, "best_of", "invalid_value"),
+    ({"best_of": 10**400}, "best_of", "invalid_value"),
     ({"best_of": 2, "n": 3}, "best_of", "invalid_value"),
     ({"best_of": 2, "stream": True}, "best_of", "invalid_value"),
     ({"n": 129}, "n", "invalid_value"),
