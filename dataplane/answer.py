@@ -39,6 +39,7 @@ class ChoiceWriter:
         )
         self._calls = 0
         self._opened = False
+        self._told = False
         self.closed = False
 
     # Streamed ------------------------------------------------------------------------------------------------
@@ -58,8 +59,11 @@ class ChoiceWriter:
         text, placed = choice.read(), self._placed()
         pieces = self._pieces(text or "", last=answered)
         # A token that shows nothing yet is an empty piece: whoever measures at the other end sees that it came.
-        if not pieces and (placed or (text is not None and not answered)):
+        # While what may be a call is held back, only the choice's very first token is.
+        held = self._told and self._scanner is not None and self._scanner.holding
+        if not pieces and (placed or (text is not None and not answered and not held)):
             pieces = [""]
+        self._told = self._told or bool(pieces)
         for piece in pieces:
             if isinstance(piece, ToolCall):
                 events += responder.call(self.index, self._calls, piece)

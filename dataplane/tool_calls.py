@@ -1,7 +1,8 @@
 """What of a model's text is a call to a tool.
 
 Layer: service. Pure. Text goes in as it comes; text and whole calls come out, in order. Only what may be a call is
-held back. What is none after all (broken JSON, a tool that was not offered) comes out as the text it is.
+held back. What is none after all (broken JSON, a tool that was not offered) comes out as the text it is, but for a call
+that the end of the answer cut off after others that are whole: it is of no use to anybody, and is left out.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ class ToolCallScanner:
         self._held = ""
         self._blank = ""
         self._inside = False
+        self._after_call = False
         self.calls = 0
         """Calls found so far."""
+
+    @property
+    def holding(self) -> bool:
+        """Text is held back that may be, or lie around, a call."""
+        return self._inside or bool(self._held or self._blank)
 
     def push(self, text: str) -> list[Piece]:
         """What `text` makes certain."""
@@ -51,12 +58,15 @@ class ToolCallScanner:
         """The rest, at the end of the answer: a call whose closing tag never came is one if it is whole."""
         held, self._held = self._held, ""
         if self._bare or self._inside:
-            calls = self._calls(held)
+            calls = self._calls(held, ended=True)
             if calls is not None:
                 return calls
+            if self.calls:
+                return []
             text = self._blank + (OPEN if self._inside else "") + held
             return [text] if text else []
-        text = self._blank + held
+        # Outside of a call, what is held may begin its tag.
+        text = self._blank + ("" if self._after_call else held)
         return [text] if text and not (self.calls and text.isspace()) else []
 
     # Tagged ----------------------------------------------------------------------------------------------------
@@ -70,7 +80,7 @@ class ToolCallScanner:
                 self._held, self._inside = rest, False
                 calls = self._calls(body)
                 if calls is not None:
-                    self._blank = ""
+                    self._blank, self._after_call = "", True
                     yield from calls
                 else:
                     yield from self._text(f"{OPEN}{body}{CLOSE}")
@@ -89,7 +99,7 @@ class ToolCallScanner:
         shown = text.rstrip()
         if shown:
             yield self._blank + shown
-            self._blank = text[len(shown) :]
+            self._blank, self._after_call = text[len(shown) :], False
         else:
             self._blank += text
 
@@ -106,12 +116,12 @@ class ToolCallScanner:
 
     # Calls -----------------------------------------------------------------------------------------------------
 
-    def _calls(self, text: str) -> list[Piece] | None:
+    def _calls(self, text: str, *, ended: bool = False) -> list[Piece] | None:
         """The calls `text` consists of: one object, several, or a list of them, without those that are one too many.
-        None when anything in it is no call."""
+        None when anything in it is no call. `ended`: the answer ended here, maybe within a call."""
         found: list[Piece] = []
         try:
-            for value in _values(text):
+            for value in _values(text, ended=ended):
                 call = _call(value, self._names)
                 if call is None:
                     return None
@@ -126,15 +136,22 @@ class ToolCallScanner:
         return found
 
 
-def _values(text: str) -> Iterable[Any]:
-    """The JSON values one after the other, with white space or semicolons between them. Raises ValueError."""
-    at = 0
+def _values(text: str, *, ended: bool) -> Iterable[Any]:
+    """The JSON values one after the other, with white space or semicolons between them. Raises ValueError, but where
+    the answer `ended` within what comes after a whole value."""
+    at, whole = 0, False
     while True:
         while at < len(text) and text[at] in " \t\r\n;":
             at += 1
         if at == len(text):
             return
-        value, at = _DECODER.raw_decode(text, at)
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except ValueError:
+            if ended and whole and (text[at] in "{[" or CLOSE.startswith(text[at:])):
+                return
+            raise
+        whole = True
         yield from value if isinstance(value, list) else [value]
 
 

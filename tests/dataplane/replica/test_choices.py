@@ -304,6 +304,23 @@ async def test_only_a_call_has_no_content(tmp_path: Path) -> None:
     assert len(body["choices"][0]["message"]["tool_calls"]) == 1
 
 
+async def test_a_call_that_max_tokens_cuts_off_after_a_whole_one_is_left_out(tmp_path: Path) -> None:
+    core = scripted(emit=ids(f'{CALL}\n<tool_call>\n{{"'))
+    async with serving(make_config(tmp_path, core)) as (_, client):
+        _, body = await whole(client, tools=[WEATHER])
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["content"] is None
+        assert len(choice["message"]["tool_calls"]) == 1
+        own = of(await streamed(client, tools=[WEATHER]), 0)
+    assert own[-1]["finish_reason"] == "length"
+    opening, *pieces, _ = [piece["delta"] for piece in own]
+    assert opening == {"role": "assistant", "content": ""}
+    # The first token is told when it comes (F25), and then nothing until there is something to show.
+    assert [piece for piece in pieces if "tool_calls" not in piece] in ([], [{"content": ""}])
+    assert len([piece for piece in pieces if "tool_calls" in piece]) == 1
+
+
 async def test_tools_take_room_in_the_prompt_and_results_go_back(tmp_path: Path) -> None:
     async with serving(make_config(tmp_path, scripted(emit=1))) as (_, client):
         _, without = await whole(client)

@@ -71,6 +71,15 @@ TAGGED: list[tuple[str, list[Any]]] = [
     ("a <tool_ca", ["a <tool_ca"]),
     ("<tool_call>" + "[" * 100_000, ["<tool_call>" + "[" * 100_000]),
     ("x < y and <tool y", ["x < y and <tool y"]),
+    (f"<tool_call>\n{PARIS}\n</tool", [CALL]),
+    (f'<tool_call>{PARIS}</tool_call>\n<tool_call>\n{{"', [CALL]),
+    (f"<tool_call>{PARIS}</tool_call>\n<tool_call>", [CALL]),
+    (f"<tool_call>{PARIS}</tool_call>\n<tool_c", [CALL]),
+    (f"<tool_call>{PARIS}</tool_call> a\n<tool_call>{{", [CALL, " a"]),
+    (f"<tool_call>{PARIS}</tool_call> a <", [CALL, " a <"]),
+    (f"<tool_call>{PARIS};\n{PARIS[:20]}", [CALL]),
+    (f"<tool_call>{PARIS[:20]}", [f"<tool_call>{PARIS[:20]}"]),
+    (f"<tool_call>{PARIS} so", [f"<tool_call>{PARIS} so"]),
 ]  # fmt: skip
 
 
@@ -96,6 +105,9 @@ BARE: list[tuple[str, list[Any]]] = [
     ('{"name": "weather", "parameters": {"city": "Paris"}}', [CALL]),
     (' {"name": "clock", "parameters": {}}; {"name": "clock"}', [ToolCall("clock", "{}")] * 2),
     ('{"answer": 3}', ['{"answer": 3}']),
+    ('{"name": "clock"}; {"name": "wea', [ToolCall("clock", "{}")]),
+    ('{"name": "clock"} more', ['{"name": "clock"} more']),
+    ('{"name": "clo', ['{"name": "clo']),
     ('Text {"name": "clock"} more', ['Text {"name": "clock"} more']),
     ("", []),
     ("  ", ["  "]),
