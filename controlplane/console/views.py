@@ -115,7 +115,7 @@ def overview_page(overview: Overview) -> OverviewPage:
         stats=_stats(total, overview.series, window),
         outcomes=_outcomes(total),
         ttft=(
-            gateway_row("Gateway, first token", total.ttft, "From acceptance by the gateway, queue included."),
+            gateway_row("Gateway, first token", total.ttft, "From arrival at the gateway, queue included."),
             gateway_row("Gateway, first visible", total.ttft_visible, "The first token that carries text to show."),
             engine_row("Engine", total.engine_ttft, "From arrival at the replica."),
         ),
@@ -123,7 +123,7 @@ def overview_page(overview: Overview) -> OverviewPage:
             gateway_row("Gateway", total.tpot, "(last − first) ÷ (tokens − 1) of each request, as relayed."),
             engine_row("Engine", total.engine_tpot, "The same quotient, as the engine produced it."),
         ),
-        e2e=(gateway_row("Gateway", total.e2e, "From acceptance to the last byte."),),
+        e2e=(gateway_row("Gateway", total.e2e, "From arrival to the last byte."),),
         bucket_error=presenters.bucket_error(total.ttft, total.tpot, total.e2e, total.engine_ttft, total.engine_tpot),
         covered=_covered(total, overview.window_s),
         replicas=tuple(_scope(row) for row in overview.by_replica),
@@ -158,7 +158,7 @@ def _stats(total: Figures, series: Series, window: str) -> tuple[Stat, ...]:
             "requests",
             "Requests",
             presenters.rate(total.request_rate),
-            (f"{_counted(total, total.accepted)} in {window}",),
+            (f"{_counted(total, total.accepted)} accepted in {window}",),
             sparkline(series.request_rate),
         ),
         Stat(

@@ -21,6 +21,7 @@ from controlplane.gateway.errors import MethodNotAllowedError
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.models import list_models, one_model
+from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import HEADER_REQUEST
 
@@ -56,8 +57,11 @@ class Endpoint:
                 return
         except TidegateError as error:
             if inference:
-                gateway.recorder.refuse_stranger(error.code)
-            gateway.metrics.answered("", error.status)
+                record = RequestRecord(request_id=request_id, grant=None, at=time.time(), accepted=arrived)
+                record.conclude(Outcome.REFUSED, error.code, error.status)
+                gateway.settle(record)
+            else:
+                gateway.metrics.answered("", error.status)
             await discard_body(head, receive)
             await respond_error(send, error, request_id)
             return

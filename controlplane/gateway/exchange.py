@@ -57,6 +57,7 @@ class Exchange:
 
     def __init__(self, gateway: Gateway, grant: KeyGrant, path: str, request_id: str, arrived: float) -> None:
         self._gateway = gateway
+        self._grant = grant
         self._path = path
         self._relay: Relay | None = None
         self.record = RequestRecord(request_id=request_id, grant=grant, at=time.time(), accepted=arrived)
@@ -101,7 +102,7 @@ class Exchange:
         A key with a list of models gets 403 for anything else, existing or not, so that it cannot tell other tenants'
         models from none; only a model that the key may use and nobody serves is 404.
         """
-        fleet, grant = self._gateway.fleet, self.record.grant
+        fleet, grant = self._gateway.fleet, self._grant
         shown = model if len(model) <= 100 else f"{model[:100]}…"
         if grant.allowed_models is not None and model not in grant.allowed_models:
             raise PermissionDeniedError(
@@ -145,7 +146,6 @@ class Exchange:
                 break
             tried.add(replica.replica)
             record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, os.urandom(16).hex()
-            gateway.recorder.accept(record)
             failure = await self._attempt(request, replica, send, tried)
             if failure is None:
                 return
@@ -167,6 +167,8 @@ class Exchange:
         try:
             url = replica.url + UPSTREAM_PREFIX + self._path
             response = await gateway.post(url, self._headers(request), request.forward)
+            if response.status < 400:
+                gateway.recorder.accept(record)
             if response.status == 503:
                 gateway.board.suspect(replica.replica)
                 if len(tried) < ATTEMPTS and self._route(request.model, tried) is not None:
@@ -207,7 +209,7 @@ class Exchange:
 
     def _headers(self, request: InferenceBody) -> dict[str, str]:
         """What the replica is told of the request, from the key's grant alone (F23)."""
-        grant, record = self.record.grant, self.record
+        grant, record = self._grant, self.record
         headers = {
             HEADER_REQUEST: record.request_id,
             HEADER_ATTEMPT: record.attempt_id,

@@ -32,7 +32,7 @@ class GatewayMetrics:
         )
         self.outcomes = Counter(
             "tidegate_gateway_outcomes",
-            "Accepted inference requests by how they ended.",
+            "Inference requests by how they ended.",
             ("tenant", "model", "outcome"),
             registry=registry,
         )
@@ -44,7 +44,7 @@ class GatewayMetrics:
         )
         self.ttft = Histogram(
             "tidegate_gateway_ttft_seconds",
-            "Time from acceptance to the first token of streamed requests.",
+            "Time from arrival to the first token of streamed requests.",
             ("model",),
             buckets=TTFT_BUCKETS,
             registry=registry,
@@ -62,7 +62,7 @@ class GatewayMetrics:
         )
         self.log_lines_dropped = Counter(
             "tidegate_gateway_log_lines_dropped",
-            "Lines of the request log that could not be written.",
+            "Lines of the request log that were not written: no room, or a flood without usable keys.",
             registry=registry,
         )
 
@@ -87,8 +87,8 @@ class GatewayMetrics:
         ).set_function(ready_replicas)
 
     def ended(self, record: RequestRecord) -> None:
-        """An accepted inference request has ended."""
-        tenant, model = self._tenant(record.grant.tenant), record.model or OTHER
+        """An inference request has ended."""
+        tenant, model = self._tenant(record.tenant), record.model or OTHER
         outcome = record.outcome.value if record.outcome else OTHER
         self._child(self.requests, tenant, model, f"{record.status // 100}xx").inc()
         self._child(self.outcomes, tenant, model, outcome).inc()

@@ -1,4 +1,4 @@
-"""Everything the gateway learns about one accepted request.
+"""Everything the gateway learns about one inference request.
 
 Layer: service. One record feeds the histograms, the counters and the request log, so that they cannot disagree. It must
 never hold prompt or answer text, nor a secret.
@@ -18,7 +18,7 @@ MAX_TOKENS = 1 << 31
 
 
 class Outcome(enum.StrEnum):
-    """How an accepted request ended; it ends in exactly one."""
+    """How a request ended; it ends in exactly one. What is refused, whoever refused it, was never accepted."""
 
     FINISHED = "finished"
     REFUSED = "refused"
@@ -29,21 +29,22 @@ class Outcome(enum.StrEnum):
 @dataclass(slots=True)
 class RequestRecord:
     """Times: `at` is Unix seconds, the others are seconds. `model` is a known model's name or empty: a client's
-    text never becomes a label. `reason` is the finish reason, the refusal's code or the failure's cause.
+    text never becomes a label. `reason` is the finish reason, the refusal's code or the failure's cause. `grant` is
+    None when the request brought no usable key.
     """
 
     request_id: str
-    grant: KeyGrant
+    grant: KeyGrant | None
     at: float
     accepted: float
-    """Acceptance on the monotonic clock: the request's arrival, without the wait for the client to send its body."""
+    """The request's arrival on the monotonic clock, without the wait for the client to send its body."""
     model: str = ""
     pool: str = ""
     replica: str = ""
     attempt_id: str = ""
     stream: bool = False
     accepted_counted: bool = False
-    """`accepted` is counted once, on the replica of the first dispatch; the TTFTs once, when they are known."""
+    """`accepted` is counted once, on the replica that took the request; the TTFTs once, when they are known."""
     ttft_counted: bool = False
     ttft_visible_counted: bool = False
     status: int = 0
@@ -57,6 +58,15 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's slug; empty without a usable key."""
+        return self.grant.tenant if self.grant is not None else ""
+
+    @property
+    def key_id(self) -> str:
+        return self.grant.key_id if self.grant is not None else ""
 
     def conclude(self, outcome: Outcome, reason: str, status: int) -> None:
         """Say how the request ended; the first conclusion stands."""

@@ -1,8 +1,9 @@
-"""One JSON line per accepted request: `requests.jsonl`.
+"""One JSON line per inference request, refused ones too: `requests.jsonl`.
 
 Layer: service. Lines are the request records' numbers, the same that went into the histograms; no prompt, no answer, no
 secret. Writing happens off the request path in groups; the file is rotated by size and the number of files bounded. A
-full disk costs lines, never a request.
+full disk costs lines, never a request; requests without a usable key are rationed, so that a flood of them does not
+rotate the tenants' lines away.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +25,17 @@ MAX_WAITING = 20_000
 MAX_FILE_BYTES = 32 * 1024 * 1024
 FILES = 4
 """The current one and three older ones."""
+STRANGERS_PER_S = 1.0
+STRANGERS_BURST = 100.0
+"""Lines of requests without a usable key."""
 
 logger = logging.getLogger("tidegate.gateway")
 
 
 class RequestLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """`ts` is acceptance in Unix seconds; durations are seconds, null where there is none. `finish` is OpenAI's finish
-    reason of a finished request; `error_code` the refusal's code or the failure's cause of any other.
+    """`ts` is arrival in Unix seconds; durations are seconds, null where there is none. `tenant` and `key_id` are empty
+    without a usable key. `finish` is OpenAI's finish reason of a finished request; `error_code` the refusal's code or
+    the failure's cause of any other.
     """
 
     ts: float
@@ -64,8 +70,8 @@ def line_of(record: RequestRecord) -> RequestLine:
         ts=record.at,
         request_id=record.request_id,
         attempt_id=record.attempt_id,
-        tenant=record.grant.tenant,
-        key_id=record.grant.key_id,
+        tenant=record.tenant,
+        key_id=record.key_id,
         model=record.model,
         pool=record.pool,
         replica=record.replica,
@@ -87,21 +93,42 @@ def line_of(record: RequestRecord) -> RequestLine:
 class RequestLog:
     """`write` queues a line; `run` writes groups until cancelled; `flush` writes what is queued."""
 
-    def __init__(self, path: Path, *, on_dropped: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_dropped: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
         self._on_dropped = on_dropped
+        self._clock = clock
+        self._strangers_left = STRANGERS_BURST
+        self._refilled = clock()
         self._waiting: deque[bytes] = deque()
         self._writing = threading.Lock()
         self._arrived = asyncio.Event()
         self._failing = False
 
     def write(self, record: RequestRecord) -> None:
-        """Queue the line of an ended request; over `MAX_WAITING` lines are dropped and counted."""
-        if len(self._waiting) >= MAX_WAITING:
+        """Queue the line of an ended request. Over `MAX_WAITING`, and of strangers over their ration, lines are dropped
+        and counted.
+        """
+        if len(self._waiting) >= MAX_WAITING or (record.grant is None and not self._may_write_stranger()):
             self._on_dropped(1)
             return
         self._waiting.append(_encode(line_of(record)))
         self._arrived.set()
+
+    def _may_write_stranger(self) -> bool:
+        now = self._clock()
+        earned = (now - self._refilled) * STRANGERS_PER_S
+        self._refilled = now
+        self._strangers_left = min(STRANGERS_BURST, self._strangers_left + earned)
+        if self._strangers_left < 1.0:
+            return False
+        self._strangers_left -= 1.0
+        return True
 
     async def run(self) -> None:
         while True:

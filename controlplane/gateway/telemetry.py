@@ -24,9 +24,9 @@ MAX_WINDOWS = 360
 WINDOWS_PER_REPORT = 30
 MAX_SERIES = 4096
 """Series of one window; tenants beyond it are counted together as `OTHER`."""
-OTHER = "other"
+OTHER = "(other tenants)"
 STRANGERS = "(no usable key)"
-"""Stands for the tenant of requests that no tenant can be named for; no slug can read like this."""
+"""Stands for the tenant of requests without a usable key. No slug can read like either."""
 
 Key = tuple[str, str, str]
 
@@ -54,7 +54,7 @@ class Recorder:
         """Windows of the report in flight."""
 
     def accept(self, record: RequestRecord) -> None:
-        """An authenticated request goes to its first replica, or was refused before it got that far."""
+        """A replica has taken the request, or it ended without one otherwise than refused."""
         if not record.accepted_counted:
             record.accepted_counted = True
             self._count(record).accepted += 1
@@ -73,8 +73,9 @@ class Recorder:
             counters.ttft_visible.record(record.ttft_visible_s)
 
     def end(self, record: RequestRecord) -> None:
-        """An accepted request has ended."""
-        self.accept(record)
+        """A request has ended."""
+        if record.outcome is not Outcome.REFUSED:
+            self.accept(record)
         self.first_tokens(record)
         counters = self._count(record)
         match record.outcome:
@@ -99,10 +100,6 @@ class Recorder:
         if record.itl is not None:
             counters.itl = counters.itl or Histogram()
             counters.itl.merge(record.itl)
-
-    def refuse_stranger(self, reason: str) -> None:
-        """A request without a usable key: refused, never accepted, no tenant's."""
-        _add(self._counters((STRANGERS, "", "")).refused, reason)
 
     def pending(self) -> tuple[list[GatewayWindow], dict[int, int]]:
         """The oldest windows with something unacknowledged, and the versions to acknowledge them by."""
@@ -154,7 +151,7 @@ class Recorder:
         return len(self._windows)
 
     def _count(self, record: RequestRecord) -> GatewayCounters:
-        return self._counters((record.grant.tenant, record.pool, record.replica))
+        return self._counters((record.tenant or STRANGERS, record.pool, record.replica))
 
     def _counters(self, key: Key) -> GatewayCounters:
         start = self._start()

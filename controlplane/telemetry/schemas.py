@@ -22,7 +22,8 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """One scope's figures over one window.
 
-    Gateway side (client's view): `request_rate` (accepted/s), `ttft`, `ttft_visible`, `tpot`, `e2e`,
+    Gateway side (client's view): `request_rate` (accepted/s: taken by a replica; a request refused by gateway or
+    replica, with or without a usable key, is in `refused` only), `ttft`, `ttft_visible`, `tpot`, `e2e`,
     `prompt_rate`, `output_rate` (tokens/s), `prefix_hit` (cached ÷ prompt tokens of finished requests).
     Engine side: `engine_ttft`, `engine_tpot`, `engine_prefix_hit` (first attempts), `kv_used` (used ÷ total
     blocks), `kv_waste` (empty ÷ allocated slots), `running`, `waiting`. The sides are never averaged together.

@@ -45,6 +45,10 @@ async def test_a_request_without_a_usable_key_gets_401_and_reads_nothing(
     assert not replica.seen
     assert served.counters()[("(no usable key)", "", "")].refused == {code: 1}
     assert served.total().accepted == 0
+    (line,) = await served.lines()
+    assert (line["tenant"], line["key_id"], line["status"], line["outcome"]) == ("", "", 401, "refused")
+    assert line["error_code"] == code
+    assert served.metric("outcomes_total", tenant="other", model="other", outcome="refused") == 1
 
 
 async def test_two_authorization_headers_are_no_identity(served: Running) -> None:
@@ -76,6 +80,10 @@ async def test_unknown_revoked_expired_and_inactive_keys(served: Running, replic
     async with served.post(CHAT, key=served.policy.key(expires_at=time.time() + 60)) as response:
         assert response.status == 200
     assert len(replica.seen) == 1
+    lines = await served.lines()
+    assert [line["status"] for line in lines] == [status for _, status, _ in cases] + [200]
+    assert [line["error_code"] for line in lines] == [code for _, _, code in cases] + [None]
+    assert served.total().accepted == 1
 
 
 async def test_a_key_with_a_list_of_models_gets_no_other_and_learns_nothing_of_others(served: Running) -> None:
@@ -89,6 +97,8 @@ async def test_a_key_with_a_list_of_models_gets_no_other_and_learns_nothing_of_o
     async with served.post({**CHAT, "model": "gone"}, key=key) as response:
         assert response.status == 404
         check_error(await response.json(), "model_not_found")
+    total = served.total()
+    assert (total.accepted, total.refused) == (0, {"model_not_allowed": 2, "model_not_found": 1})
     headers = {"authorization": f"Bearer {key}"}
     async with served.client.get(served.url + "/v1/models", headers=headers) as response:
         listed = await response.json()
@@ -123,7 +133,7 @@ async def test_bad_bodies_get_an_openai_error_and_reach_no_replica(
         assert len(str(detail["message"])) < 300
     assert not replica.seen
     total = served.total()
-    assert (total.accepted, total.refused) == (1, {code: 1})
+    assert (total.accepted, total.refused) == (0, {code: 1})
 
 
 async def test_a_body_over_the_limit_is_refused_with_413_whole_or_chunked(
@@ -193,7 +203,7 @@ async def test_what_the_replica_refuses_is_relayed_in_its_own_words(served: Runn
         assert response.status == 400
         assert await response.json() == refusal
     total = served.total()
-    assert (total.accepted, total.refused) == (1, {"context_length_exceeded": 1})
+    assert (total.accepted, total.refused) == (0, {"context_length_exceeded": 1})
     assert served.gateway.board.candidates([route(replica, "r0")])[0].suspect is False
 
 

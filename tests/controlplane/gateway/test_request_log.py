@@ -51,6 +51,28 @@ async def test_lines_carry_the_records_numbers_and_no_secret(tmp_path: Path) -> 
     assert "never-in-the-log" not in text
 
 
+async def test_a_flood_without_usable_keys_is_rationed_and_costs_tenants_no_line(tmp_path: Path) -> None:
+    dropped: list[int] = []
+    now = 100.0
+    log = RequestLog(tmp_path / "requests.jsonl", on_dropped=dropped.append, clock=lambda: now)
+
+    def flood(requests: int) -> None:
+        for number in range(requests):
+            made = RequestRecord(request_id=f"s{number}", grant=None, at=12.5, accepted=0.0)
+            made.conclude(Outcome.REFUSED, "invalid_api_key", 401)
+            log.write(made)
+
+    flood(1000)
+    log.write(record(1))
+    now += 3.0
+    flood(1000)
+    await log.flush()
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert [line["request_id"] for line in lines if line["tenant"]] == ["r1"]
+    assert sum(not line["tenant"] for line in lines) == module.STRANGERS_BURST + 3
+    assert sum(dropped) == 2000 - module.STRANGERS_BURST - 3
+
+
 async def test_files_are_rotated_by_size_and_their_number_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,17 +77,19 @@ class Receiver:
         return total
 
 
-def test_an_accepted_request_ends_in_one_outcome_of_one_series() -> None:
+def test_a_request_ends_in_one_outcome_of_one_series_and_a_refused_one_is_not_accepted() -> None:
     recorder = Recorder(wall=Wall())
     recorder.end(record(prompt_tokens=5, cached_tokens=4, output_tokens=3, ttft_s=0.5, tpot_s=0.1, e2e_s=1.0))
     recorder.end(record(Outcome.REFUSED, "no_capacity"))
     recorder.end(record(Outcome.FAILED, "upstream_reset"))
     recorder.end(record(Outcome.CANCELLED, ""))
-    recorder.refuse_stranger("invalid_api_key")
+    stranger = RequestRecord(request_id="s", grant=None, at=0.0, accepted=0.0)
+    stranger.conclude(Outcome.REFUSED, "invalid_api_key", 401)
+    recorder.end(stranger)
     (window,), _ = recorder.pending()
     series = {s.tenant: s.counters for s in window.series}
     mine = series["acme"]
-    assert (mine.accepted, mine.finished, mine.cancelled) == (4, {"stop": 1}, 1)
+    assert (mine.accepted, mine.finished, mine.cancelled) == (3, {"stop": 1}, 1)
     assert (mine.refused, mine.failed) == ({"no_capacity": 1}, {"upstream_reset": 1})
     assert (mine.prompt_tokens, mine.cached_tokens, mine.output_tokens) == (5, 4, 3)
     assert mine.ttft == Histogram(count=1, total=0.5, buckets={-8: 1})
