@@ -176,6 +176,10 @@ class RequestOutput(Message, frozen=True, kw_only=True, gc=False):
     """One for each prompt token but the first, which has None; with the first output only."""
     host_tokens: int = 0
     """How many of `cached_tokens` came back from host memory."""
+    error_code: str | None = None
+    """OpenAI's code of an `error` that lies in the request, and not in the engine."""
+    error_param: str | None = None
+    """The parameter at fault, where there is one."""
 
 
 class AddRequest(Message, tag="add", frozen=True, kw_only=True):
@@ -214,6 +218,8 @@ class CoreReady(Message, tag="ready", frozen=True, kw_only=True):
     kv_bytes: int = 0
     max_num_seqs: int = 0
     """The most sequences that run at once, and so the most samples of one prompt; 0 does not tell."""
+    reserves_max: bool = False
+    """A request takes the blocks of its longest answer at once, and those of its further samples with them."""
 
 
 class StepOutput(Message, tag="step", frozen=True, kw_only=True):
@@ -277,7 +283,10 @@ class SchedulingCounters(Tally, kw_only=True):
 
 
 class MemoryCounters(Tally, kw_only=True):
-    """Prefix lookups in tokens. A first attempt and a recompute after preemption are never mixed."""
+    """Prefix lookups in tokens. A first attempt and a recompute after preemption are never mixed.
+
+    Hits are what this replica's own cache held, on the device or in host memory; what was loaded from elsewhere is none.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -293,6 +302,8 @@ class MemoryCounters(Tally, kw_only=True):
     """Blocks whose contents went to host memory when they were evicted."""
     copied: int = 0
     """Blocks copied because a shared one was written to."""
+    remote_hits: int = 0
+    """Tokens of first attempts that were loaded from elsewhere, after those of `prefix_hits`."""
 
 
 class ProposerCounters(Tally, kw_only=True):

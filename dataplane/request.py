@@ -97,6 +97,9 @@ class Request:
     in_flight: int = 0
     """Steps that were planned with this request and whose results are not in."""
     host_cached: int = 0
+    found_in_host: int = 0
+    found_remotely: int = 0
+    """Where the tokens were that its latest start, or the load before it, found: the rest was on the device."""
     state: RequestState = RequestState.WAITING
     computed: int = 0
     cached: int = 0
@@ -113,6 +116,8 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Those of the prompt positions computed so far; they leave with the first output."""
     error: str | None = None
+    refusal: RequestError | None = None
+    """The `error` once more, when it is the request that cannot go on as asked and not the engine that failed."""
 
     @classmethod
     def of(cls, wire: EngineRequest, *, now: float, max_model_len: int, seed: int) -> Request:

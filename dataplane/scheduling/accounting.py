@@ -34,18 +34,20 @@ class Accounting:
         self.scheduling.tokens_scheduled += tokens
         return self.scheduling.steps
 
-    def looked_up(self, request: Request, found: int, host: int, *, first: bool) -> None:
-        """`found` of a request's tokens were in the prefix cache as it started, for the first time or again.
+    def looked_up(self, request: Request, found: int, *, first: bool) -> None:
+        """`found` of a request's tokens need not be computed as it starts, for the first time or again.
 
-        `host` of them came from host memory.
+        The request knows which of them its own cache did not hold, or not on the device.
         """
+        cached = found - request.found_remotely
         if not first:
             self.memory.recompute_queries += request.wanted
-            self.memory.recompute_hits += found
+            self.memory.recompute_hits += cached
             return
         self.memory.prefix_queries += request.wanted
-        self.memory.prefix_hits += found
-        self.memory.host_hits += host
+        self.memory.prefix_hits += cached
+        self.memory.host_hits += request.found_in_host
+        self.memory.remote_hits += request.found_remotely
         self.tenant(request).cached_tokens += found
 
     def computed(self, request: Request) -> None:

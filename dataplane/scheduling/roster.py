@@ -147,7 +147,8 @@ class Roster:
         """A waiting request begins to run with `have` tokens; `found` says that they were looked for in the cache."""
         first = request.scheduled is None
         self.batching.joined(request)
-        self._loads.loaded.pop(request.request_id, None)
+        if self._loads.loaded.pop(request.request_id, None) is None:
+            request.found_in_host, request.found_remotely = match.host_tokens, 0
         self._number(request)
         request.move(RequestState.RUNNING)
         request.computed, request.kv_since = have, now
@@ -156,12 +157,12 @@ class Roster:
         self._room.promise(request, self._room.forks(request))
         if first:
             request.scheduled = now
-            request.cached, request.host_cached = have, match.host_tokens
+            request.cached, request.host_cached = have, request.found_in_host
             self.waiting.served(request, input_tokens=request.wanted - have, cached_tokens=have)
         if found and self.kv.prefix_caching and request.read_cache:
-            self.accounts.looked_up(request, have, match.host_tokens, first=first)
+            self.accounts.looked_up(request, have, first=first)
             if first:
-                self.kv.recent_hits.observe(1, request.wanted, have)
+                self.kv.recent_hits.observe(1, request.wanted, have - request.found_remotely)
 
     def _fork(self, draft: Draft, parent: Request, now: float) -> None:
         """The prompt's last token is in the step: the further samples start, on the same blocks."""
@@ -195,6 +196,7 @@ class Roster:
         self._number(request)
         request.move(RequestState.WAITING_FOR_REMOTE_KV)
         request.computed, request.kv_since = have, now
+        request.found_in_host = match.host_tokens
         self._loads.ask(request, blocks, have // size, (have + remote) // size)
         return True
 
@@ -207,6 +209,7 @@ class Roster:
             self.kv.scrub(load.blocks[tokens // self.kv.block_size :])
             if request.state is RequestState.WAITING_FOR_REMOTE_KV:
                 request.computed += tokens
+                request.found_remotely = tokens
                 request.move(RequestState.WAITING)
                 self._loads.loaded[request.request_id] = request
                 self._requeue(request)
@@ -315,6 +318,8 @@ class Roster:
             kv_block_seconds=request.kv_block_seconds,
             device_seconds=request.device_seconds,
             error=request.error,
+            error_code=request.refusal.code if request.refusal else None,
+            error_param=request.refusal.param if request.refusal else None,
             logprobs=list(logprobs),
             prompt_logprobs=prompt_logprobs,
             host_tokens=request.host_cached,

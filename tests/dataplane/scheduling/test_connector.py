@@ -190,3 +190,47 @@ def test_a_deadline_passes_during_a_load() -> None:
     bench.step()
     assert bench.scheduler.kv.pool.used == 0
     assert not bench.scheduler.has_work()
+
+
+def test_hits_are_told_apart_by_where_they_were() -> None:
+    """Of 17 tokens 4 are on the device, 4 in host memory and 8 elsewhere; what was loaded is no hit of the cache."""
+    prompt = list(range(17))
+    bench = Bench(prompt, num_blocks=8, host_blocks=8)
+    for key in bench.keys[:2]:
+        bench.connector.forget(key)
+    bench.add("first", prompt[:8], max_tokens=1)
+    bench.step()
+    # Six of seven blocks: the tail of the first prompt goes to host memory.
+    bench.add("filler", range(100, 124), max_tokens=1)
+    bench.step()
+    match = bench.scheduler.kv.match(make_request("x", prompt))
+    assert (match.tokens, match.host_tokens) == (8, 4)
+    bench.add("second", prompt, max_tokens=1)
+    assert bench.step().tokens == {}
+    bench.connector.deliver()
+    assert bench.step().tokens == {"second": 1}
+    (output,) = bench.outputs
+    assert (output.cached_tokens, output.host_tokens) == (16, 4)
+    memory = bench.scheduler.accounts.memory
+    assert (memory.prefix_queries, memory.prefix_hits) == (8 + 24 + 17, 8)
+    assert (memory.host_hits, memory.remote_hits) == (4, 8)
+    assert bench.scheduler.kv.recent_hits.rate == 8 / (8 + 24 + 17)
+
+
+def test_a_load_after_a_preemption_is_no_hit_either() -> None:
+    """Six blocks: "old" grows into all of them, and what "new" had loaded is evicted and loaded again."""
+    bench = Bench(PROMPT, num_blocks=7)
+    bench.add("old", range(50, 58), max_tokens=17)
+    bench.step()
+    bench.add("new", max_tokens=6)
+    bench.step()
+    bench.connector.deliver()
+    for _ in range(40):
+        bench.step()
+        bench.connector.deliver()
+    assert not bench.scheduler.has_work()
+    assert bench.scheduler.accounts.scheduling.preemptions == {"recompute": 1}
+    memory = bench.scheduler.accounts.memory
+    assert (memory.prefix_hits, memory.remote_hits) == (0, 8)
+    assert memory.recompute_queries > 10
+    assert memory.recompute_hits == 0
