@@ -105,6 +105,7 @@ def _started(role: Role) -> Application:
 def _control(settings: Settings, common: dict[str, Any]) -> Application:
     """What only the control plane has: people, so guards, CSRF, pages for errors, and a documented API."""
     from controlplane.accounts import browser
+    from controlplane.accounts.csrf import CsrfMiddleware
     from controlplane.accounts.guards import authorize, provide_current_user
     from controlplane.console.templates import Templates
 
@@ -114,7 +115,7 @@ def _control(settings: Settings, common: dict[str, Any]) -> Application:
     app = Application(
         **common,
         guards=[authorize, query_parameters.refuse_unknown],
-        csrf_config=browser.csrf_config(settings),
+        middleware=[CsrfMiddleware()],
         openapi_config=openapi.config(),
     )
     app.extra_headers = browser.security_headers(settings)

@@ -1,4 +1,4 @@
-"""What protects a browser: cookies, CSRF, security headers, redirects to the login page.
+"""What protects a browser: cookies, security headers, redirects to the login page.
 
 Layer: service. Pure configuration and small pure functions. The policy allows scripts and styles from files of
 this origin only: no inline script, no inline style, no other host. Scripts may still set styles through the DOM
@@ -12,18 +12,16 @@ from typing import Any
 from urllib.parse import quote
 
 from litestar import MediaType, Request, Response
-from litestar.config.csrf import CSRFConfig
 from litestar.datastructures import Cookie
 from litestar.response import Redirect
-from litestar.template.base import csrf_token as litestar_csrf_token
 
 from controlplane.errors import AuthenticationError
 from controlplane.settings import Secret, Settings
 
 LOGIN_PATH = "/login"
 
-BEARER_ONLY = ("^/api/", "^/internal/", "^/metrics$", "^/healthz$")
-"""Paths that take no cookie, so no other site can act through one."""
+BEARER_ONLY = ("/api/", "/internal/", "/metrics", "/healthz")
+"""Route templates that take no cookie, so no other site can act through one."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -46,19 +44,6 @@ class LoginRequiredError(AuthenticationError):
     """Nobody is logged in; pages send the browser to the login form."""
 
     default_code = "login_required"
-
-
-def csrf_config(settings: Settings) -> CSRFConfig:
-    """A signed token in a cookie that a form field or the header x-csrftoken must repeat."""
-    return CSRFConfig(
-        secret=settings.session_secret.reveal(),
-        cookie_name="tidegate_csrf",
-        header_name="x-csrftoken",
-        cookie_secure=settings.cookie_secure,
-        cookie_httponly=True,
-        cookie_samesite="lax",
-        exclude=list(BEARER_ONLY),
-    )
 
 
 def security_headers(settings: Settings) -> tuple[tuple[bytes, bytes], ...]:
@@ -107,11 +92,6 @@ def ended_cookie(settings: Settings) -> Cookie:
         secure=settings.cookie_secure,
         max_age=0,
     )
-
-
-def csrf_token(request: Request[Any, Any, Any]) -> str:
-    """What a form of this page must send back, as the field `_csrf_token` or the header x-csrftoken."""
-    return litestar_csrf_token({"request": request})
 
 
 def safe_next(target: str | None) -> str:

@@ -15,6 +15,7 @@ from litestar.handlers.base import BaseRouteHandler
 
 from controlplane.accounts import service
 from controlplane.accounts.browser import LoginRequiredError
+from controlplane.accounts.csrf import READING
 from controlplane.accounts.schemas import Principal
 from controlplane.component import Resources
 from controlplane.errors import AuthenticationError, PermissionDeniedError
@@ -27,8 +28,6 @@ OWN_CHECK = frozenset({"/metrics"})
 """Guarded by its own token (`telemetry.prometheus`)."""
 VIEWER_MAY_POST = frozenset({"/logout"})
 """Changes that concern only the viewer itself."""
-
-READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -74,7 +73,6 @@ async def principal(connection: Connection) -> Principal:
                 headers={"www-authenticate": "Bearer"},
             )
     else:
-        _refuse_other_origins(connection)
         found = await service.principal_of_session(connection)
         if found is None:
             raise LoginRequiredError("please log in")
@@ -112,11 +110,3 @@ def _require_internal(connection: Connection) -> None:
     expected = resources.settings.internal_token.reveal()
     if not expected or not hmac.compare_digest(bearer(connection).encode(), expected.encode()):
         raise AuthenticationError("this needs the internal token", code="invalid_internal_token")
-
-
-def _refuse_other_origins(connection: Connection) -> None:
-    """A second line behind the CSRF token: browsers tell where a change comes from."""
-    if connection.scope.get("method", "GET") in READING:
-        return
-    if connection.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:
-        raise PermissionDeniedError("this form was sent from another site", code="cross_origin")

@@ -12,9 +12,9 @@ from typing import Any
 from uuid import uuid4
 
 from litestar import MediaType, Request, Response
-from litestar.template.base import csrf_token
 from markupsafe import Markup
 
+from controlplane.accounts.csrf import csrf_token
 from controlplane.accounts.schemas import Principal
 from controlplane.console.live import Broadcaster
 from controlplane.console.templates import Templates
@@ -75,7 +75,7 @@ class Console:
         **context: Any,
     ) -> Response[str]:
         """Render `templates` one after the other: one page, or a fragment with those swapped out of band."""
-        token = csrf_token({"request": request})
+        token = csrf_token(request)
         body = Markup().join(
             self.templates.render(name, user=user, section=section, csrf_token=token, **context) for name in templates
         )

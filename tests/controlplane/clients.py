@@ -95,11 +95,11 @@ async def started(app: Application) -> AsyncIterator[None]:
         await living
 
 
-async def csrf_of(client: httpx.AsyncClient) -> str:
-    """The CSRF token of the login page's form."""
-    page = await client.get("/login")
+async def csrf_of(client: httpx.AsyncClient, path: str = "/login") -> str:
+    """The CSRF token of a page's forms: the login page's, or once logged in another's."""
+    page = await client.get(path)
     found = re.search(r'name="_csrf_token"\s+value="([^"]+)"', page.text)
-    assert found is not None, "the login form has no CSRF field"
+    assert found is not None, "the page has no CSRF field"
     return found.group(1)
 
 

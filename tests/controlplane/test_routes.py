@@ -106,13 +106,9 @@ async def browser(deployed: Deployment, email: str | None = None) -> dict[str, s
         token = await csrf_of(deployed.client)
     else:
         await log_in(deployed, email)
-        token = await csrf_token_inside(deployed)
+        token = await csrf_of(deployed.client, "/tenants")
     cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in deployed.client.cookies.jar)
     return {"cookie": cookies, "x-csrftoken": token, "accept": "text/html"}
-
-
-async def csrf_token_inside(deployed: Deployment) -> str:
-    return str(deployed.client.cookies["tidegate_csrf"])
 
 
 def refused(call: Call, status: int, headers: dict[str, str]) -> bool:

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from controlplane.accounts import browser
+from controlplane.accounts import browser, csrf
 from controlplane.settings import Secret, Settings
 from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
 from tests.factories.rows import PASSWORD
@@ -77,7 +77,6 @@ def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(settings: Settings)
     cookie = browser.session_cookie(tls, Secret("token"), timedelta(hours=1))
     assert (cookie.key, cookie.secure, cookie.httponly, cookie.path) == ("__Host-tidegate_session", True, True, "/")
     assert browser.ended_cookie(tls).max_age == 0
-    assert browser.csrf_config(tls).cookie_secure
     assert b"strict-transport-security" in dict(browser.security_headers(tls))
     assert b"strict-transport-security" not in dict(browser.security_headers(settings))
 
@@ -97,6 +96,48 @@ async def test_the_token_of_another_browser_is_refused(deployed: Deployment) -> 
         await csrf_of(other)
         form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": theirs}
         assert (await other.post("/login", data=form)).status_code == 403
+
+
+async def test_a_token_from_before_the_login_or_of_another_session_changes_nothing(deployed: Deployment) -> None:
+    client = deployed.client
+    anonymous = await csrf_of(client)
+    nonce = client.cookies[csrf.COOKIE]
+    await log_in(deployed, deployed.operator_email)
+    client.cookies.set(csrf.COOKIE, nonce)
+    mine = await csrf_of(client, "/tenants")
+    transport = httpx.ASGITransport(deployed.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://console.example") as other:
+        token = await csrf_of(other)
+        form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": token}
+        assert (await other.post("/login", data=form)).status_code == 303
+        theirs = await csrf_of(other, "/tenants")
+    assert len({anonymous, mine, theirs}) == 3
+    for token in (anonymous, theirs, nonce):
+        answer = await client.post("/tenants/acme/deactivate", data={"_csrf_token": token})
+        assert answer.status_code == 403
+        assert "load the page again" in answer.text
+        assert (await client.post("/tenants/acme/deactivate", headers={"x-csrftoken": token})).status_code == 403
+    assert (await client.post("/tenants/acme/deactivate", data={"_csrf_token": mine})).status_code == 303
+    assert (await client.post("/tenants/acme/activate", headers={"x-csrftoken": mine})).status_code == 303
+
+
+async def test_a_login_form_sent_from_another_site_is_refused(deployed: Deployment) -> None:
+    token = await csrf_of(deployed.client)
+    form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": token}
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 303)):
+        answer = await deployed.client.post("/login", data=form, headers={"sec-fetch-site": site})
+        assert answer.status_code == status
+
+
+async def test_only_a_page_with_a_form_sets_the_cookie_and_over_tls_it_is_secure(settings: Settings) -> None:
+    tls = msgspec.structs.replace(settings, cookie_secure=True)
+    async with deployment(tls, ["tenants", "accounts", "console"]) as deployed:
+        (cookie,) = (await deployed.client.get("/login")).headers.get_list("set-cookie")
+        assert cookie.startswith(f"{csrf.COOKIE}=")
+        for flag in ("Secure", "HttpOnly", "SameSite=lax", "Path=/"):
+            assert flag.lower() in cookie.lower()
+        for path in ("/static/css/tokens.css", "/healthz", "/tenants"):
+            assert "set-cookie" not in (await deployed.client.get(path)).headers
 
 
 async def test_every_page_and_fragment_keeps_to_the_policy(deployed: Deployment) -> None:

@@ -49,7 +49,7 @@ async def test_logging_in_opens_the_console_and_logging_out_closes_it_on_the_ser
     await log_in(deployed, deployed.operator_email.upper())
     assert await inside(deployed)
     cookie = deployed.client.cookies[COOKIE]
-    token = deployed.client.cookies["tidegate_csrf"]
+    token = await csrf_of(deployed.client, "/tenants")
     answer = await deployed.client.post("/logout", headers={"x-csrftoken": token}, follow_redirects=False)
     assert answer.status_code == 303
     assert COOKIE not in deployed.client.cookies
@@ -59,7 +59,7 @@ async def test_logging_in_opens_the_console_and_logging_out_closes_it_on_the_ser
 async def test_a_login_never_keeps_the_session_id_it_came_with(deployed: Deployment) -> None:
     await log_in(deployed, deployed.operator_email)
     first = deployed.client.cookies[COOKIE]
-    token = deployed.client.cookies["tidegate_csrf"]
+    token = await csrf_of(deployed.client, "/tenants")
     form = {"email": deployed.operator_email, "password": PASSWORD, "_csrf_token": token}
     await deployed.client.post("/login", data=form, follow_redirects=False)
     second = deployed.client.cookies[COOKIE]
