@@ -67,12 +67,21 @@ class ReplicaCollector(Collector):
         )
         yield GaugeMetricFamily(f"{PREFIX}_requests_running", "Requests in the running batch", gauges.running)
         yield GaugeMetricFamily(f"{PREFIX}_requests_waiting", "Requests in the waiting queue", gauges.waiting)
+        yield GaugeMetricFamily(
+            f"{PREFIX}_requests_waiting_for_remote_kv",
+            "Requests whose KV is being loaded from elsewhere",
+            gauges.waiting_for_remote_kv,
+        )
         blocks = GaugeMetricFamily(f"{PREFIX}_kv_blocks", "KV blocks by state", labels=["state"])
         blocks.add_metric(["total"], gauges.blocks_total)
         blocks.add_metric(["used"], gauges.blocks_used)
         blocks.add_metric(["cached"], gauges.blocks_cached)
         blocks.add_metric(["free"], gauges.blocks_free)
         yield blocks
+        host = GaugeMetricFamily(f"{PREFIX}_host_kv_blocks", "KV blocks in host memory by state", labels=["state"])
+        host.add_metric(["total"], gauges.host_blocks_total)
+        host.add_metric(["used"], gauges.host_blocks_used)
+        yield host
         used = gauges.blocks_used / gauges.blocks_total if gauges.blocks_total else 0.0
         yield GaugeMetricFamily(f"{PREFIX}_kv_cache_usage_ratio", "KV blocks in use, 0 to 1", used)
         yield GaugeMetricFamily(
@@ -130,14 +139,35 @@ def _scheduling(totals: Counters) -> Iterable[Metric]:
 def _memory(totals: Counters) -> Iterable[Metric]:
     memory = totals.memory
     queries = CounterMetricFamily(f"{PREFIX}_prefix_cache_queries", "Tokens looked up", labels=["attempt"])
-    hits = CounterMetricFamily(f"{PREFIX}_prefix_cache_hits", "Tokens found", labels=["attempt"])
+    hits = CounterMetricFamily(f"{PREFIX}_prefix_cache_hits", "Tokens the cache held", labels=["attempt"])
     queries.add_metric(["first"], memory.prefix_queries)
     queries.add_metric(["recompute"], memory.recompute_queries)
     hits.add_metric(["first"], memory.prefix_hits)
     hits.add_metric(["recompute"], memory.recompute_hits)
     yield queries
     yield hits
+    tiers = CounterMetricFamily(
+        f"{PREFIX}_prefix_tokens_found", "Tokens of first attempts not computed, by where they were", labels=["tier"]
+    )
+    tiers.add_metric(["device"], memory.prefix_hits - memory.host_hits)
+    tiers.add_metric(["host"], memory.host_hits)
+    tiers.add_metric(["remote"], memory.remote_hits)
+    yield tiers
     yield CounterMetricFamily(f"{PREFIX}_kv_evictions", "Cached blocks given up", memory.evictions)
+    swapped = CounterMetricFamily(
+        f"{PREFIX}_kv_blocks_swapped",
+        "Blocks of preempted requests moved to host and back",
+        labels=["direction"],
+    )
+    swapped.add_metric(["out"], memory.swapped_out)
+    swapped.add_metric(["in"], memory.swapped_in)
+    yield swapped
+    yield CounterMetricFamily(
+        f"{PREFIX}_kv_blocks_offloaded", "Cached blocks moved to host memory when they were evicted", memory.offloaded
+    )
+    yield CounterMetricFamily(
+        f"{PREFIX}_kv_blocks_copied", "Shared blocks copied because they were written to", memory.copied
+    )
     yield CounterMetricFamily(f"{PREFIX}_out_of_memory", "Times the device had no memory", memory.out_of_memory)
 
 

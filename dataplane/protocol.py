@@ -285,7 +285,7 @@ class SchedulingCounters(Tally, kw_only=True):
 class MemoryCounters(Tally, kw_only=True):
     """Prefix lookups in tokens. A first attempt and a recompute after preemption are never mixed.
 
-    Hits are what this replica's own cache held, on the device or in host memory; what was loaded from elsewhere is none.
+    Hits are what this replica's own cache held, on the device or in host memory, and nothing loaded from elsewhere.
     """
 
     prefix_queries: int = 0
