@@ -7,6 +7,8 @@ the control plane never imports torch.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from importlib.metadata import version
 
 import click
@@ -26,6 +28,19 @@ COMMANDS = {
 
 class LazyGroup(click.Group):
     """A group whose members are imported when called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse, for all commands at once, what is no text: it could be neither sent, stored nor printed."""
+        for argument in args:
+            raw = os.fsencode(argument)
+            try:
+                raw.decode()
+            except UnicodeDecodeError:
+                click.echo(
+                    f"tidegate: the argument {raw.decode(errors='backslashreplace')} is not UTF-8 text", err=True
+                )
+                sys.exit(2)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

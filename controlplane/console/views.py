@@ -6,12 +6,14 @@ engine-side latencies stay in rows of their own; nothing here averages, fills ga
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from controlplane.console import presenters
 from controlplane.console.presenters import Figure, QuantileRow
 from controlplane.console.sparkline import Sparkline, sparkline
 from controlplane.telemetry.schemas import Figures, Overview, Quantiles, ScopedFigures, Series
+from controlplane.tenants.schemas import SLUG_PATTERN
 from dataplane.protocol import WINDOW_SECONDS, ReplicaState
 
 WINDOWS = (60, 300, 900, 3600)
@@ -68,10 +70,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ScopeRow:
-    """One line of the tables by replica and by tenant."""
+    """One line of the tables by replica and by tenant. `has_page` is False for what stands for no tenant."""
 
     key: str
     label: str
+    has_page: bool
     tone: Tone
     requests: Figure
     prompt: Figure
@@ -213,6 +216,7 @@ def _scope(row: ScopedFigures) -> ScopeRow:
     return ScopeRow(
         key=row.key,
         label=row.label,
+        has_page=re.fullmatch(SLUG_PATTERN, row.key) is not None,
         tone=tone(row.state),
         requests=presenters.rate(figures.request_rate),
         prompt=presenters.rate(figures.prompt_rate, "tok/s"),

@@ -79,6 +79,12 @@ async def lock_replicas(session: AsyncSession, ids: Sequence[str]) -> dict[str, 
     return {row.id: _facts(row) for row in await session.execute(query)}
 
 
+async def served_models(session: AsyncSession) -> set[str]:
+    """What pools with a READY replica serve."""
+    query = select(Pool.model).join(Replica, Replica.pool == Pool.name).where(Replica.state == ReplicaState.READY)
+    return set(await session.scalars(query.distinct()))
+
+
 async def known_pools(session: AsyncSession, names: Sequence[str]) -> set[str]:
     return set(await session.scalars(select(Pool.name).where(Pool.name.in_(names))))
 

@@ -53,6 +53,11 @@ async def list_pools(session: AsyncSession) -> list[PoolRoute]:
     return await repository.pools(session)
 
 
+async def served_models(session: AsyncSession) -> set[str]:
+    """Models that tenants can use now: those of pools with a READY replica."""
+    return await repository.served_models(session)
+
+
 async def ensure_pool(session: AsyncSession, name: str, model: str, backend: str = "native") -> PoolRoute:
     """Create the pool, or change what it serves; a repeat changes nothing. Raises InvalidRequestError."""
     if not POOL_NAME.fullmatch(name):

@@ -6,6 +6,7 @@ input) on failure. A new key is printed once, alone on its line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -24,6 +25,7 @@ from controlplane.settings import default_home
 from controlplane.tenants import keys
 from controlplane.tenants.admin_client import AdminApiError, AdminClient, connect, segment
 from controlplane.tenants.schemas import SLUG_PATTERN
+from dataplane.protocol import ReplicaState
 
 MODEL = click.option("--model", "models", multiple=True, help="Allow only this served model; repeat for more.")
 IDEMPOTENCY = click.option("--idempotency-key", default=None, help="Makes a repeated creation harmless.")
@@ -78,13 +80,16 @@ def create_tenant(
         raise AdminApiError(f"slug: {slug!r} must be 1 to 40 lower-case letters, digits and hyphens", usage=True)
     body = {"slug": slug, "name": name or slug, "priority": priority, "allowed_models": list(models) or None}
     _show_tenants([client.call("POST", "/tenants", body, _headers(idempotency_key))], as_json, single=True)
+    _warn_unserved(client, models)
 
 
 @tenant.command("list")
 @_talks
 def list_tenants(client: AdminClient, *, as_json: bool) -> None:
     """List all tenants, oldest first."""
-    _show_tenants(list(client.pages("/tenants")), as_json)
+    rows = list(client.pages("/tenants"))
+    _show_tenants(rows, as_json)
+    _warn_unserved(client, [model for row in rows for model in row["allowed_models"] or ()])
 
 
 @tenant.command("show")
@@ -92,7 +97,9 @@ def list_tenants(client: AdminClient, *, as_json: bool) -> None:
 @_talks
 def show_tenant(client: AdminClient, *, as_json: bool, slug: str) -> None:
     """Show the tenant SLUG."""
-    _show_tenants([client.call("GET", f"/tenants/{segment(slug)}")], as_json, single=True)
+    shown = client.call("GET", f"/tenants/{segment(slug)}")
+    _show_tenants([shown], as_json, single=True)
+    _warn_unserved(client, shown["allowed_models"] or ())
 
 
 @tenant.command("deactivate")
@@ -142,9 +149,10 @@ def create_key(
     created = client.call("POST", f"/tenants/{segment(slug)}/keys", body, _headers(idempotency_key))
     if as_json:
         _print_json(created)
-        return
-    click.echo(created["key"])
-    click.echo(f"Keep it: it is shown this once. Its id is {created['view']['key_id']}.", err=True)
+    else:
+        click.echo(created["key"])
+        click.echo(f"Keep it: it is shown this once. Its id is {created['view']['key_id']}.", err=True)
+    _warn_unserved(client, models)
 
 
 @key.command("list")
@@ -152,7 +160,9 @@ def create_key(
 @_talks
 def list_keys(client: AdminClient, *, as_json: bool, slug: str) -> None:
     """List the keys of the tenant SLUG, oldest first."""
-    _show_keys(list(client.pages(f"/tenants/{segment(slug)}/keys")), as_json)
+    rows = list(client.pages(f"/tenants/{segment(slug)}/keys"))
+    _show_keys(rows, as_json)
+    _warn_unserved(client, [model for row in rows for model in row["allowed_models"] or ()])
 
 
 @key.command("revoke")
@@ -170,6 +180,17 @@ def revoke_key(client: AdminClient, *, as_json: bool, key_id: str) -> None:
 
 def _headers(idempotency_key: str | None) -> dict[str, str]:
     return {"idempotency-key": idempotency_key} if idempotency_key else {}
+
+
+def _warn_unserved(client: AdminClient, models: Sequence[str]) -> None:
+    """Say which of `models` nobody can be served now: a slip, or a replica that is yet to come."""
+    if not models:
+        return
+    with contextlib.suppress(AdminApiError):  # what was asked for is done and shown
+        ready = {row["pool"] for row in client.call("GET", "/replicas") if row["state"] == ReplicaState.READY}
+        served = {pool["model"] for pool in client.call("GET", "/pools") if pool["name"] in ready}
+        if missing := sorted(set(models) - served):
+            click.echo(f"served by no replica now: {', '.join(missing)}", err=True)
 
 
 def _show_tenants(rows: list[dict[str, Any]], as_json: bool, *, single: bool = False) -> None:

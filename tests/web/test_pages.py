@@ -16,10 +16,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.db import transaction
 from controlplane.errors import NotFoundError
+from controlplane.fleet import service as fleet
 from controlplane.settings import Settings
 from controlplane.tenants import service as tenants
+from controlplane.tenants.schemas import TenantPatch
+from dataplane.protocol import ReplicaState
 from tests.conftest import make_settings
 from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.controlplane.telemetry.reports import report
 from tests.factories.rows import PASSWORD, make_key, make_tenant
 from tests.services import Databases
 
@@ -226,6 +230,36 @@ async def test_creating_a_tenant_and_a_key_whose_text_is_shown_once(operator: De
     later = await operator.client.get("/tenants/blue")
     assert "billing" in later.text
     assert plain.group() not in later.text
+
+
+async def test_which_models_may_be_used_and_which_nobody_serves_now(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        await make_tenant(session, "amber", allowed_models=["served", "missing"])
+        nothing = (await make_key(session, "amber", allowed_models=[])).view
+        absent = (await make_key(session, "amber", allowed_models=["missing"])).view
+        present = (await make_key(session, "amber", allowed_models=["served"])).view
+        await fleet.ensure_pool(session, "some", "served")
+        await fleet.take_in(session, [report("one", pool="some", model="served")], 0.0)
+        await fleet.ensure_pool(session, "idle", "missing")
+        await fleet.take_in(session, [report("two", pool="idle", state=ReplicaState.FAILED)], 0.0)
+    page = (await operator.client.get("/tenants/amber")).text
+    cells = {
+        key_id: " ".join(re.sub(r"<[^>]+>", " ", cell).split())
+        for key_id, cell in re.findall(r'<tr id="key-(\w+)">.*?<td class="wrap"[^>]*>(.*?)</td>', page, re.DOTALL)
+    }
+    assert cells == {
+        nothing.key_id: "none",
+        absent.key_id: "missing served by no replica now",
+        present.key_id: "served",
+    }
+    facts = " ".join(re.sub(r"<[^>]+>", " ", page.split("New key")[0]).split())
+    assert "served, missing served by no replica now: missing" in facts
+    await post(operator, "/tenants", {"slug": "mute", "name": "Mute"})
+    async with transaction(operator.app.state.resources.engine) as session:
+        await tenants.change_tenant(session, "mute", TenantPatch(allowed_models=[]))
+    listing = (await operator.client.get("/tenants")).text
+    row = listing.split('href="/tenants/mute"')[1].split("</tr>")[0]
+    assert " ".join(re.sub(r"<[^>]+>", " ", row.split('class="wrap"')[1]).split()).lstrip("> ").startswith("none")
 
 
 async def test_a_form_sent_twice_creates_once(operator: Deployment) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from controlplane.console import regions, views
@@ -9,6 +11,7 @@ from controlplane.console.replica_card import replica_card
 from controlplane.console.sparkline import sparkline
 from controlplane.console.templates import Templates
 from controlplane.fleet.schemas import ReplicaView
+from controlplane.gateway.telemetry import OTHER, STRANGERS
 from controlplane.telemetry.schemas import Overview, ScopedFigures
 from dataplane.protocol import Gauges, ReplicaState
 from tests.web.samples import EMPTY, an_overview, evidence, quantiles, series
@@ -117,6 +120,14 @@ def test_regions_escape_what_operators_and_replicas_named() -> None:
     for region in ("tenants", "outcomes"):
         assert evil not in rendered[region]
         assert "&lt;script&gt;" in rendered[region]
+
+
+def test_only_a_tenant_that_can_have_a_page_is_a_link_to_it() -> None:
+    rows = [ScopedFigures(key=key, label=key, figures=EMPTY) for key in ("acme", STRANGERS, OTHER)]
+    rendered = str(regions.overview_regions(Templates(), an_overview(by_tenant=rows), stale_after_s=5.0)["tenants"])
+    assert re.findall(r'href="([^"]+)"', rendered) == ["/tenants/acme"]
+    for key in (STRANGERS, OTHER):
+        assert f'<th scope="row">{key}</th>' in rendered
 
 
 def status_of(overview: Overview, **rest: float) -> str:

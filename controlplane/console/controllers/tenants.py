@@ -19,7 +19,7 @@ from controlplane.component import Resources
 from controlplane.console.keys import created_key, key_row
 from controlplane.console.pages import AnyRequest, Console, Form, wants_fragment
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
-from controlplane.fleet.service import list_pools
+from controlplane.fleet.service import list_pools, served_models
 from controlplane.tenants import service
 from controlplane.tenants.schemas import CreatedKey, TenantView
 
@@ -184,6 +184,7 @@ async def _detail(
     return {
         "tenant": tenant,
         "keys": [key_row(key) for key in keys.items],
+        "served": await served_models(session),
         "next": keys.next,
         "after": after,
         "form": form or Form(),

@@ -15,8 +15,10 @@ from controlplane.accounts import service as accounts
 from controlplane.accounts.schemas import Role
 from controlplane.cli import main
 from controlplane.db import create_engine, transaction
+from controlplane.fleet import service as fleet
 from controlplane.settings import Settings
 from controlplane.tenants import keys
+from tests.controlplane.telemetry.reports import report
 from tests.controlplane.test_serve import serving
 
 TOKENS = {Role.OPERATOR: "operator-token-of-this-test", Role.VIEWER: "viewer-token-of-this-test"}
@@ -97,6 +99,42 @@ def test_a_newcomer_creates_uses_up_and_takes_away(url: str, monkeypatch: pytest
     assert stranger.exit_code == 1
     assert "valid admin token" in stranger.stderr
     assert "not-a-token" not in stranger.output
+
+
+def test_a_model_that_nobody_serves_now_is_taken_and_said(url: str, settings: Settings) -> None:
+    async def serve() -> None:
+        engine = create_engine(settings, pooled=False)
+        async with transaction(engine) as session:
+            await fleet.ensure_pool(session, "pool", "served")
+            await fleet.take_in(session, [report("r1", pool="pool", model="served")], 0.0)
+        await engine.dispose()
+
+    missing = "served by no replica now: missing\n"
+    made = run("tenant", "create", "acme", "--model", "served", "--model", "missing")
+    assert (made.exit_code, made.stderr) == (0, "served by no replica now: missing, served\n")
+    asyncio.run(serve())
+    assert run("tenant", "show", "acme").stderr == missing
+    assert run("tenant", "list", "--json").stderr == missing
+    key = run("key", "create", "acme", "--model", "missing")
+    assert keys.parse(key.stdout.strip())
+    assert key.stderr.endswith(missing)
+    assert run("key", "create", "acme", "--model", "served", "--json").stderr == ""
+    assert run("key", "list", "acme").stderr == missing
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tenant", "create", "x", "--name", "\udcff"),
+        ("key", "create", "x", "--idempotency-key", "a\udcffb"),
+        ("up", "--home", "/tmp/\udcff"),
+        ("engine", "generate", "\udcff"),
+    ],
+)
+def test_an_argument_that_is_no_text_is_one_sentence_and_exit_code_2(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    shown = arguments[-1].replace("\udcff", "\\xff")
+    assert (done.exit_code, done.stderr) == (2, f"tidegate: the argument {shown} is not UTF-8 text\n")
 
 
 def test_the_home_folder_of_tidegate_up_is_enough(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
