@@ -104,42 +104,59 @@ class Scheduler(Roster):
         return not draft.preempted
 
     def _plan_decodes(self, draft: Draft, decodes: list[Request], now: float) -> bool:
-        """One token for each, in order; those that need no block for it, most of what runs, many at a time."""
-        done, quick = 0, not (self._room.grows or self._room.promised)
-        while done < len(decodes) and draft.budget > 0:
-            if quick and (count := self.kv.extend(decodes, done, done + draft.budget)):
-                draft.decode(decodes[done : done + count])
-                done += count
-                continue
+        """One token for each, in order. False if one went without.
+
+        Most of what runs is here, so it is done many at a time: those that have room, and those that are given it.
+        """
+        room, granted, done = self._room, 0, 0
+        quick = not (room.grows or room.promised)
+        while done < len(decodes) and draft.budget > done - granted:
+            if quick:
+                done += self.kv.extend(decodes, done, granted + draft.budget)
+                if done == len(decodes) or draft.budget == done - granted:
+                    break
             request = decodes[done]
-            done += 1
-            if request.state is RequestState.RUNNING:
-                went = self._run(draft, request, 1, now)
-                if not went and request.state is RequestState.RUNNING:
-                    return False
+            reserve = room.tokens(request) if room.reserves else 0
+            running = request.state is RequestState.RUNNING
+            if quick and running and (blocks := self.kv.allocate(request, 1, reserve=reserve)) is not None:
+                self._grown(draft, request, blocks, now)
+                done += 1
+                continue
+            draft.decode(decodes[granted:done])
+            done = granted = done + 1
+            if running and not self._run(draft, request, 1, now) and request.state is RequestState.RUNNING:
+                return False
+        draft.decode(decodes[granted:done])
         return True
 
     def _run(self, draft: Draft, request: Request, count: int, now: float) -> bool:
         """Put a running request into the step, with the blocks it needs. False if there are none."""
-        request_id, room = request.request_id, self._room
+        room = self._room
         reserve = room.tokens(request) if room.reserves else 0
         blocks = self.kv.allocate(request, count, reserve=reserve)
         while blocks is None:
             if not self._make_room(draft, request, now):
                 return False
             blocks = self.kv.allocate(request, count, reserve=reserve)
-        if blocks:
-            self.accounts.charge_blocks(request, self.kv.held(request_id) - len(blocks), now)
         if room.promised and not request.forks:
             room.keep(request)
-        replaced = self.kv.take_replaced(request_id)
-        draft.running.append(RunningRequest(request_id, blocks, request.computed, replaced))
         if request.computed + 1 == len(request.tokens) + request.placeholders > request.prompt_len:
+            self._grown(draft, request, blocks, now)
             draft.decode([request])
         else:
+            self._grown(draft, request, blocks, now, prefill=True)
             draft.schedule(request, count)
             self.accounts.computed(request)
         return True
+
+    def _grown(self, draft: Draft, request: Request, blocks: list[int], now: float, *, prefill: bool = False) -> None:
+        """A running request was given room: charge it, and tell the executor what it cannot know."""
+        request_id = request.request_id
+        if blocks:
+            self.accounts.charge_blocks(request, self.kv.held(request_id) - len(blocks), now)
+        replaced = self.kv.take_replaced(request_id)
+        if blocks or replaced or prefill:
+            draft.running.append(RunningRequest(request_id, blocks, request.computed, replaced))
 
     def _make_room(self, draft: Draft, request: Request, now: float) -> bool:
         """Free somebody's blocks for `request`: of those who were loaded and wait, or of the last who runs.
@@ -218,7 +235,7 @@ class Scheduler(Roster):
                 request.prompt_logprobs += logprobs
         for request_id, error in result.errors.items():
             if (request := self._requests.get(request_id)) is not None and request.state is RequestState.RUNNING:
-                request.error = error
+                request.error, request.refusal = error, result.refusals.get(request_id)
                 outputs += self._end(request, RequestState.FINISHED_ERROR, now)
         return outputs + self._take(live, plan, result, now)
 
@@ -245,7 +262,7 @@ class Scheduler(Roster):
                 if ahead:
                     request.placeholders -= 1
                 taken.append((request, *take_until_stop(request, result.tokens[request_id], self._eos)))
-        counts = [(request, len(tokens)) for request, tokens, _, _ in taken]
+        counts = [(entry[0], len(entry[1])) for entry in taken]
         self.accounts.generated(counts, now, with_prefill=plan.prefill_tokens > 0)
         if self.waiting.by_service:
             for request, count in counts:

@@ -14,7 +14,7 @@ def test_reserve_max_takes_every_block_at_admission_and_none_later() -> None:
     scheduler.add(make_request("a", range(7), max_tokens=6))
     first = step(scheduler)
     assert (first.tokens, first.new[0].blocks) == ({"a": 5}, [1, 2, 3])
-    assert [changed.new_blocks for _ in range(6) for changed in step(scheduler).running] == [[]] * 3
+    assert not any(changed.new_blocks for _ in range(6) for changed in step(scheduler).running)
     assert not scheduler.has_work()
 
 
