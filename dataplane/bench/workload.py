@@ -6,6 +6,7 @@ Layer: service. Requests are drawn one by one, so that no more prompts are in me
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -74,9 +75,11 @@ def lengths_of(rows: Iterable[TraceRow], context: int) -> list[Lengths]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all do not exceed (nearest rank); 0 of none."""
+    """The least value that at least `share` of all do not exceed (nearest rank); 0 of none."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    # 0.07 · 100 is a little above 7 in floating point, and no rank of its own.
+    rank = math.ceil(round(share * len(ordered), 9))
+    return ordered[max(0, rank - 1)] if ordered else 0.0
 
 
 def mean(values: Sequence[float]) -> float:

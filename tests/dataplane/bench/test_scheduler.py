@@ -124,7 +124,7 @@ def test_chunks_shorten_the_gaps_and_delay_the_first_token() -> None:
 
 
 def test_where_prompts_are_shorter_than_a_chunk_there_is_nothing_to_cut() -> None:
-    """The control: half of the load, prompts of one block."""
+    """The control: three tenths of the load, prompts of one block."""
     lengths = [(16, 40)] * 60
     _, found = chunking.frontier(lengths, CASE, 0.3)
     assert found["512"].itl_p99 == pytest.approx(found["2048"].itl_p99)

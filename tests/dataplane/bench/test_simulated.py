@@ -165,3 +165,12 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
     assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 3.0, 5.0, 5.0]
     assert percentile([], 0.5) == 0.0
+
+
+def test_a_percentile_has_the_nearest_rank() -> None:
+    """By hand: rank ceil(q·n), counted from one."""
+    hundred = [float(value) for value in range(1, 101)]
+    assert [percentile(hundred, share) for share in (0.07, 0.5, 0.99, 0.991, 1.0)] == [7.0, 50.0, 99.0, 100.0, 100.0]
+    assert percentile([1.0, 2.0], 0.5) == 1.0
+    assert percentile([15.0, 20.0, 35.0, 40.0, 50.0], 0.4) == 20.0
+    assert percentile([float(value) for value in range(1, 151)], 0.99) == 149.0
