@@ -63,7 +63,7 @@ wheel: $(DEVELOPMENT) ## Build the wheel into dist/.
 
 lock: ## Write the locks from the newest versions that pyproject.toml allows (torch and triton stay; see docs/adr).
 	$(PYTHON) -m venv --clear build/lock
-	build/lock/bin/python -m pip --disable-pip-version-check install -qq '.[client,dev]' editables packaging 'torch==2.13.0' 'triton==3.7.1'
+	build/lock/bin/python -m pip --disable-pip-version-check install -qq '.[client,dev]' editables packaging async-timeout 'torch==2.13.0' 'triton==3.7.1'
 	build/lock/bin/python .ci/lock.py
 
 clean: ## Remove what was built; the data folder .tidegate stays.

@@ -21,6 +21,8 @@ BUILD = ["editables", "hatchling", "packaging"]
 """Needed to install the project itself without build isolation."""
 BESIDE = ["triton"]
 """Required by the accelerator builds of torch only; pinned for all, because kernels are compiled in tests."""
+OLDER = {"async-timeout": 'python_full_version < "3.11.3"'}
+"""Required on a Python older than the one that writes the locks, with the condition; `make lock` installs them too."""
 
 
 def closure(requirements: list[str]) -> dict[str, str]:
@@ -54,7 +56,8 @@ def write(path: Path, heading: str, pins: dict[str, str], include: str | None = 
         "# Written by `make lock`; every version is exact.",
         *([f"-r {include}"] if include else []),
     ]
-    lines += [f"{name}=={version}" for name, version in sorted(pins.items())]
+    conditions = {name: f" ; {OLDER[name]}" for name in OLDER}
+    lines += [f"{name}=={version}{conditions.get(name, '')}" for name, version in sorted(pins.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     sys.stdout.write(f"{path.name}: {len(pins)} packages\n")
 
@@ -62,7 +65,7 @@ def write(path: Path, heading: str, pins: dict[str, str], include: str | None = 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    runtime = closure([*project["dependencies"], *extras["client"], *BUILD, *BESIDE])
+    runtime = closure([*project["dependencies"], *extras["client"], *BUILD, *BESIDE, *OLDER])
     development = closure(extras["dev"])
     write(ROOT / "requirements.lock", "What Tidegate runs with, and the client its snippets use.", runtime)
     only_development = {name: version for name, version in development.items() if name not in runtime}
