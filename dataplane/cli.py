@@ -48,6 +48,27 @@ def _engine_options(command: Any) -> Any:
             type=click.IntRange(0),
             help="KV blocks of host memory for swapped requests and evicted prefixes.  [default: 0]",
         ),
+        click.option(
+            "--tenant-weight",
+            "tenant_weights",
+            multiple=True,
+            callback=_weights,
+            metavar="TENANT=WEIGHT",
+            help="A tenant's share of service, 1 where it is not given; once for each (--order vtc).",
+        ),
+        *(
+            _number(f"--{name.replace('_', '-')}", help_text)
+            for name, help_text in (
+                ("output_charge", "What a generated token counts for (--order vtc)"),
+                ("cached_charge", "What a prompt token found in the prefix cache counts for (--order vtc)"),
+                ("input_charge", "What a prompt token that is computed counts for (--order vtc)"),
+            )
+        ),
+        _number("--bucket-ageing", "Wait after which the queue's head says which bucket is next (selective)", "_s"),
+        _number("--batch-window", "How long a dynamic batch waits for more requests", "_s"),
+        click.option(
+            "--batch-size", type=click.IntRange(0), help="Requests in a static or dynamic batch.  [default: all seats]"
+        ),
         _choice("--preemption", Preemption, "How a request whose blocks were taken comes back"),
         _choice("--order", QueueOrder, "Who waits at the head, within one priority"),
         _choice("--capacity", Capacity, "Blocks an admission takes: what it needs now, or may ever need"),
@@ -78,11 +99,38 @@ def _choice(flag: str, kind: type[Batching | Capacity | Preemption | QueueOrder]
     return click.option(flag, type=click.Choice(names), help=f"{what}.  [default: {default}]")
 
 
-def _a_number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+def _a_number(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """NaN is in every range that click checks."""
-    if math.isnan(value):
+    if value is not None and math.isnan(value):
         raise click.BadParameter("nan is not a number.", context, parameter)
     return value
+
+
+def _number(flag: str, what: str, unit: str = "") -> Any:
+    """An option for a scheduler's field that is a number from 0 on; `unit` ends the field's name."""
+    field = flag.removeprefix("--").replace("-", "_") + unit
+    default = getattr(SchedulerConfig(), field)
+    shown = f"{default:g} s" if unit else f"{default:g}"
+    return click.option(
+        flag, field, type=click.FloatRange(0.0), callback=_a_number, help=f"{what}.  [default: {shown}]"
+    )
+
+
+def _weights(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float] | None:
+    """`TENANT=WEIGHT` pairs as a table; None where none is given."""
+    weights: dict[str, float] = {}
+    for value in values:
+        tenant, _, number = value.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not tenant or not 0 < weight < math.inf:
+            raise click.BadParameter(f"{value!r} is not TENANT=WEIGHT with a positive weight.", context, parameter)
+        if tenant in weights:
+            raise click.BadParameter(f"{tenant!r} has two weights.", context, parameter)
+        weights[tenant] = weight
+    return weights or None
 
 
 @engine.command()

@@ -38,6 +38,12 @@ def run(*arguments: str, token: str | None = "token", cwd: Path | None = None) -
         (["--steps-in-flight", "3"], 2, "--steps-in-flight"),
         (["--core-stall-seconds", "0.5"], 2, "--core-stall-seconds"),
         (["--core-stall-seconds", "nan"], 2, "nan is not a number"),
+        (["--tenant-weight", "acme=0"], 2, "'acme=0' is not TENANT=WEIGHT with a positive weight"),
+        (["--tenant-weight", "acme"], 2, "'acme' is not TENANT=WEIGHT"),
+        (["--tenant-weight", "a=1", "--tenant-weight", "a=2"], 2, "'a' has two weights"),
+        (["--batch-window", "nan"], 2, "nan is not a number"),
+        (["--bucket-ageing", "inf"], 2, "bucket_ageing_s must be finite"),
+        (["--output-charge", "-1"], 2, "--output-charge"),
     ],
 )
 def test_serve_refuses_in_one_sentence(tmp_path: Path, flags: list[str], code: int, sentence: str) -> None:
