@@ -114,6 +114,9 @@ class Choice:
         self.finish: FinishReason | None = None
         """Why the text ended; set before the core's last output when a stop string was found."""
         self.error = ""
+        self.error_code: str | None = None
+        """OpenAI's code of an error that lies in the request, and not in the engine."""
+        self.error_param: str | None = None
         self.ended = False
         """The core has let go of the sequence."""
 
@@ -215,7 +218,7 @@ class Choice:
         self.device_seconds = output.device_seconds
         if self.finish is None:
             self.finish = output.finish
-            self.error = output.error or ""
+            self.error, self.error_code, self.error_param = output.error or "", output.error_code, output.error_param
         self._observe(host.service(), host.monotonic())
         self._attempt.choice_ended()
 

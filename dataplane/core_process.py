@@ -120,11 +120,11 @@ class CoreLoop:
         match message:
             case AddRequest(request=request):
                 if self._draining:
-                    return _refused(request, "the engine core is shutting down")
+                    return _refused(request, RequestError("the engine core is shutting down", "engine_unavailable"))
                 try:
                     self._core.add(request)
                 except RequestError as error:
-                    return _refused(request, error.message)
+                    return _refused(request, error)
                 return []
             case AbortRequests(request_ids=request_ids):
                 return self._core.abort(request_ids)
@@ -134,10 +134,16 @@ class CoreLoop:
                 return []
 
 
-def _refused(request: EngineRequest, message: str) -> list[RequestOutput]:
+def _refused(request: EngineRequest, error: RequestError) -> list[RequestOutput]:
     """The end of a request and of the forks it would have had."""
     return [
-        RequestOutput(request_id=request_id, finish=FinishReason.ERROR, error=message)
+        RequestOutput(
+            request_id=request_id,
+            finish=FinishReason.ERROR,
+            error=error.message,
+            error_code=error.code,
+            error_param=error.param,
+        )
         for request_id in (request.request_id, *request.forks)
     ]
 

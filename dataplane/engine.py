@@ -17,6 +17,8 @@ from functools import partial
 
 from dataplane.config import EngineConfig
 from dataplane.decoding.grammar import GrammarCompiler
+from dataplane.decoding.sampler import check_beginning
+from dataplane.decoding.stop import stop_ids
 from dataplane.errors import IntegrityError
 from dataplane.hardware.device import available_memory, resident_memory, total_memory
 from dataplane.memory.kv_store import KVStore
@@ -36,6 +38,7 @@ from dataplane.protocol import (
 from dataplane.request import Request, RequestError, validate_params, validate_samples
 from dataplane.runtime.model_runner import ModelRunner
 from dataplane.runtime.worker import StepThread
+from dataplane.scheduling.capacity import Room
 from dataplane.scheduling.connector import KVConnector
 from dataplane.scheduling.plan import Executor, Handle, Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
@@ -93,6 +96,7 @@ class EngineCore:
             self._executor = StepThread(self._runner)
         self._in_flight: deque[_Step] = deque()
         self._idle = False
+        self._room = Room(config.scheduler, self._kv.pool.usable, config.cache.block_size)
         self._runtime = RuntimeCounters(step_time=Histogram())
         self._seeds = random.Random(config.seed or None)  # noqa: S311 - sampling is no secret
         self._failed = False
@@ -110,6 +114,7 @@ class EngineCore:
             weight_bytes=self._runner.weight_bytes,
             kv_bytes=self._runner.store.nbytes,
             max_num_seqs=config.scheduler.max_num_seqs,
+            reserves_max=self._room.reserves,
         )
 
     def validate(self, request: EngineRequest) -> None:
@@ -130,9 +135,12 @@ class EngineCore:
         if not math.isfinite(request.fair_tag):
             raise RequestError(f"fair_tag must be finite, got {request.fair_tag}", param="fair_tag")
         if request.params.grammar is not None:
-            self._grammars.compile(request.params.grammar)
+            grammar = self._grammars.compile(request.params.grammar).start()
+            ends = stop_ids(request.params, model.shape.eos_token_ids)
+            check_beginning(request.params, ends, prompt, grammar, model.shape.vocab)
         if request.adapter:
             raise RequestError(f"the adapter {request.adapter} is not loaded", "model_not_found", "model")
+        self._room.check(Request.of(request, now=0.0, max_model_len=model.max_model_len, seed=0))
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it can never run, its id is in use, or too many wait."""

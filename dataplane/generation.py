@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataplane.answer import ChoiceWriter
-from dataplane.api_error import ApiError, unavailable
+from dataplane.api_error import ApiError, invalid, unavailable
 from dataplane.attempt import Attempt, Choice
 from dataplane.caller import Caller
 from dataplane.http_exchange import ClientGoneError, Exchange, Receive, Scope, Send
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 EVENT_STREAM = ("content-type", "text/event-stream; charset=utf-8")
 JSON = ("content-type", "application/json")
+NOT_NOW = ("engine_overloaded", "engine_unavailable")
+"""Refusals by the core that say nothing of the request; all the others are final."""
 INTERNAL = ApiError(500, "the replica failed to answer this request", code="internal_error")
 
 Parser = Callable[[bytes, str], Call]
@@ -108,7 +110,7 @@ class GenerationEndpoint:
                 body = responder.whole([writer.answer() for writer in writers], _usage(attempt))
                 await exchange.answer(200, [*headers, JSON], body)
         except _FailedError as error:
-            raise self._shaped(error.choice) from None
+            raise self._shaped(call, error.choice) from None
         finally:
             attempt.cancel()
 
@@ -116,10 +118,14 @@ class GenerationEndpoint:
         tokenizer = self._replica.tokenizer
         return [ChoiceWriter(call, choice, responder, tokenizer, index) for index, choice in enumerate(choices)]
 
-    def _shaped(self, choice: Choice) -> ApiError:
+    def _shaped(self, call: Call, choice: Choice) -> ApiError:
         """A sequence that ended without an answer, as the client sees it."""
         if choice.finish is FinishReason.ABORT:
             return unavailable("the replica is shutting down", code="aborted", retry_after_s=1.0)
+        if choice.error_code in NOT_NOW:
+            return unavailable(choice.error, code=choice.error_code, retry_after_s=1.0)
+        if choice.error_code is not None:
+            return invalid(choice.error, call.own_name(choice.error_param), choice.error_code)
         if self._replica.state is ReplicaState.READY:
             return ApiError(500, f"the engine failed on this request: {choice.error}", code="engine_error")
         return unavailable(choice.error, code="engine_unavailable", retry_after_s=self._replica.core.retry_after_s())

@@ -14,8 +14,10 @@ import msgspec
 from dataplane.api_error import ApiError, invalid
 from dataplane.grammar_check import GrammarChecker
 from dataplane.openai import Call, ChatCall, CompletionCall
-from dataplane.protocol import CoreReady, SamplingParams
-from dataplane.request import RequestError, validate_params
+from dataplane.protocol import CoreReady, EngineRequest, SamplingParams
+from dataplane.request import Request, RequestError, validate_params
+from dataplane.scheduling.capacity import Room, reserve_max
+from dataplane.scheduling.config import SchedulerConfig
 from dataplane.tokenizer import Tokenizer
 from dataplane.tools import ToolStyle, call_grammar, taught
 
@@ -28,7 +30,8 @@ class Prepared:
     """What the core is asked: each prompt `samples` times over."""
 
     prompts: list[list[int]]
-    params: SamplingParams
+    params: list[SamplingParams]
+    """One for each prompt; they differ by an output limit that was cut to the context."""
     samples: int
 
     @property
@@ -48,15 +51,15 @@ class Intake:
         """Tokenise and check. Raises ApiError."""
         prompts = await self._encode(call, ready.max_model_len)
         params = self._params(call)
-        for prompt in prompts:
-            self._validate(call, params, prompt, ready)
-        prepared = Prepared(prompts, params, call.samples)
+        prepared = Prepared(prompts, [_limited(call, params, prompt, ready) for prompt in prompts], call.samples)
         self._check_samples(call, prepared, ready)
-        if params.grammar is not None:
-            try:
+        try:
+            for prompt, own in zip(prompts, prepared.params, strict=True):
+                self._validate(call, own, prompt, ready)
+            if params.grammar is not None:
                 await self._grammars.check(params.grammar)
-            except RequestError as error:
-                raise _named(error, {"structured_outputs": call.grammar_param}) from None
+        except RequestError as error:
+            raise _named(error, call) from None
         return prepared
 
     async def _encode(self, call: Call, limit: int) -> list[list[int]]:
@@ -69,7 +72,7 @@ class Intake:
                 return self._tokenise(call, limit)
             return await asyncio.to_thread(self._tokenise, call, limit)
         except RequestError as error:
-            raise _named(error, {"prompt": "messages"} if isinstance(call, ChatCall) else {}) from None
+            raise _named(error, call) from None
 
     def _tokenise(self, call: Call, limit: int) -> list[list[int]]:
         if isinstance(call, ChatCall):
@@ -110,14 +113,17 @@ class Intake:
         return tuple(tokens for tokens in spelt if tokens)
 
     def _validate(self, call: Call, params: SamplingParams, prompt: list[int], ready: CoreReady) -> None:
-        chat = isinstance(call, ChatCall)
+        """What the core would refuse is refused here already. Raises RequestError."""
         vocabulary = self._tokenizer.vocab_size
-        if not chat and any(not 0 <= token < vocabulary for token in prompt):
-            raise invalid(f"prompt holds a token id outside 0 to {vocabulary - 1}", "prompt")
-        try:
-            validate_params(params, vocab_size=vocabulary, max_model_len=ready.max_model_len, prompt_len=len(prompt))
-        except RequestError as error:
-            raise _named(error, {"prompt": "messages", "max_tokens": call.limit_param} if chat else {}) from None
+        if not isinstance(call, ChatCall) and any(not 0 <= token < vocabulary for token in prompt):
+            raise RequestError(f"prompt holds a token id outside 0 to {vocabulary - 1}", param="prompt")
+        validate_params(params, vocab_size=vocabulary, max_model_len=ready.max_model_len, prompt_len=len(prompt))
+        forks = tuple(str(number) for number in range(1, call.samples))
+        asked = EngineRequest(request_id="0", prompt_token_ids=prompt, params=params, arrived_at=0.0, forks=forks)
+        room = Room(
+            SchedulerConfig(), ready.total_blocks, ready.block_size, reserve_max if ready.reserves_max else None
+        )
+        room.check(Request.of(asked, now=0.0, max_model_len=ready.max_model_len, seed=0))
 
     def _check_samples(self, call: Call, prepared: Prepared, ready: CoreReady) -> None:
         name = "best_of" if call.samples > call.n else "n"
@@ -132,6 +138,14 @@ class Intake:
             )
 
 
-def _named(error: RequestError, names: dict[str, str]) -> ApiError:
+def _limited(call: Call, params: SamplingParams, prompt: list[int], ready: CoreReady) -> SamplingParams:
+    """`params` for this prompt: a limit that the client did not set takes no more than the context has left."""
+    room = ready.max_model_len - len(prompt)
+    if call.limit_given or params.max_tokens is None or not 0 < room < params.max_tokens:
+        return params
+    return msgspec.structs.replace(params, max_tokens=room)
+
+
+def _named(error: RequestError, call: Call) -> ApiError:
     """A refusal under the name the client used."""
-    return ApiError(400, error.message, code=error.code, param=names.get(error.param or "", error.param))
+    return invalid(error.message, call.own_name(error.param), error.code)

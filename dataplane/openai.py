@@ -86,6 +86,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     limit_param: str = "max_tokens"
     """Under which name the output limit came: `max_tokens` or `max_completion_tokens`."""
+    limit_given: bool = True
+    """The client set the output limit; a default gives way to the context."""
     grammar_param: str = ""
     """Under which name the grammar came."""
     n: int = 1
@@ -102,11 +104,19 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         """Sequences for each prompt, of which `n` are answered."""
         return self.n
 
+    def own_name(self, param: str | None) -> str | None:
+        """What the client calls a parameter that the engine calls `param`."""
+        names = {"max_tokens": self.limit_param, "structured_outputs": self.grammar_param}
+        return names.get(param or "", param)
+
 
 class ChatCall(Call, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     """`{"role", "content"}` as the chat template takes them, with earlier calls to tools."""
     tools: ToolUse = ToolUse()
+
+    def own_name(self, param: str | None) -> str | None:
+        return "messages" if param == "prompt" else super().own_name(param)
 
 
 class CompletionCall(Call, frozen=True, kw_only=True):
@@ -175,6 +185,7 @@ def parse_completion(raw: bytes, model: str) -> CompletionCall:
         params=params,
         stream=body.stream,
         include_usage=read_include_usage(body),
+        limit_given=body.max_tokens is not None,
         grammar_param=grammar_param,
         n=n,
         bad_words=read_bad_words(body),

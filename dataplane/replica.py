@@ -28,6 +28,7 @@ from dataplane.protocol import (
     EngineRequest,
     Gauges,
     ReplicaState,
+    SamplingParams,
     ServiceCounters,
 )
 from dataplane.replica_config import ReplicaConfig
@@ -162,13 +163,13 @@ class Replica:
 
     def _submit(self, call: Call, caller: Caller, accepted: float, prepared: Prepared) -> Attempt:
         attempt = Attempt(caller, self, accepted=accepted, model=self.config.served_model)
-        for prompt in prepared.prompts:
-            choices = self._choices(attempt, prompt, prepared)
+        for prompt, params in zip(prepared.prompts, prepared.params, strict=True):
+            choices = self._choices(attempt, prompt, params, prepared.samples)
             first = choices[0]
             request = EngineRequest(
                 request_id=first.request_id,
                 prompt_token_ids=prompt,
-                params=prepared.params,
+                params=params,
                 arrived_at=self.monotonic(),
                 tenant=caller.tenant,
                 priority=caller.priority,
@@ -176,7 +177,7 @@ class Replica:
                 cache_salt=caller.salt,
                 forks=tuple(choice.request_id for choice in choices[1:]),
                 # Log-probabilities of a prompt come from computing it; the cache holds none.
-                read_cache=prepared.params.prompt_logprobs is None,
+                read_cache=params.prompt_logprobs is None,
             )
             try:
                 self.core.submit(request, *(choice.take for choice in choices))
@@ -189,10 +190,10 @@ class Replica:
         self.service().received += prepared.sequences
         return attempt
 
-    def _choices(self, attempt: Attempt, prompt: list[int], prepared: Prepared) -> list[Choice]:
+    def _choices(self, attempt: Attempt, prompt: list[int], params: SamplingParams, samples: int) -> list[Choice]:
         """One for each sample of `prompt`."""
         choices: list[Choice] = []
-        for _ in range(prepared.samples):
+        for _ in range(samples):
             self._sequence += 1
             choices.append(
                 Choice(
@@ -200,9 +201,9 @@ class Replica:
                     len(attempt.choices) + len(choices),
                     f"{attempt.caller.attempt_id}-{self._sequence}",
                     prompt,
-                    IncrementalDetokenizer(self.tokenizer, prepared.params.stop, min_tokens=prepared.params.min_tokens),
+                    IncrementalDetokenizer(self.tokenizer, params.stop, min_tokens=params.min_tokens),
                     source=choices[0] if choices else None,
-                    logprobs=prepared.params.logprobs is not None,
+                    logprobs=params.logprobs is not None,
                 )
             )
         return choices

@@ -12,15 +12,19 @@ from collections import Counter
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from dataplane.decoding.bad_words import BadWords
 from dataplane.decoding.bias import LogitBias
 from dataplane.decoding.grammar import GrammarError, GrammarState, mask_words, unpack
 from dataplane.protocol import SamplingParams
+from dataplane.request import RequestError
 
 NOT_FINITE = "the model produced a logit that is not a number"
-NOTHING_LEFT = "no token is allowed here: what the request forbids and requires leaves none"
+NOTHING_LEFT = (
+    "no token is allowed here: bad_words, and min_tokens with what ends an answer, forbid all that the grammar allows"
+)
 
 
 class RowParams:
@@ -89,6 +93,11 @@ class RowParams:
         """Tokens that may not come now."""
         return [*self.held_back, *(self.bad_words.banned() if self.bad_words is not None else ())]
 
+    def unsatisfiable(self, sentence: str) -> RequestError:
+        """The refusal of a request that cannot go on as asked, under the name of what is to be changed."""
+        at_fault = "bad_words" if sentence == NOTHING_LEFT and self.bad_words is not None else "structured_outputs"
+        return RequestError(sentence, "constraint_unsatisfiable", at_fault)
+
     @property
     def uniform(self) -> float:
         """The row's random number in [0, 1): a hash of seed and position."""
@@ -117,6 +126,17 @@ def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], dict[int, 
     if bad:
         tokens[list(bad)] = 0
     return tokens.tolist(), bad
+
+
+def check_beginning(
+    params: SamplingParams, stop_ids: tuple[int, ...], prompt: list[int], grammar: GrammarState, vocab: int
+) -> None:
+    """Raises RequestError when not even a first token is allowed by all that the request forbids and requires."""
+    row = RowParams(replace(params, temperature=0.0), 0, stop_ids, prompt, len(prompt), grammar=grammar)
+    if row.banned:
+        _, bad = sample(torch.zeros(1, vocab), [row])
+        if bad:
+            raise row.unsatisfiable(bad[0])
 
 
 def _adjust(logits: Tensor, row: RowParams) -> None:

@@ -108,11 +108,14 @@ class ModelRunner:
         for index, (request_id, token) in enumerate(zip(step.sampled, chosen, strict=True)):
             if index in bad:
                 result.errors[request_id] = bad[index]
+                if bad[index] != NOT_FINITE:
+                    result.refusals[request_id] = rows[index].unsatisfiable(bad[index])
                 rows[index].grammar = None
             try:
                 self.batch.append(request_id, token)
             except GrammarError as error:
                 result.errors[request_id] = str(error)
+                result.refusals[request_id] = rows[index].unsatisfiable(str(error))
             result.tokens[request_id] = [token]
         if asked:
             tops = [rows[index].params.logprobs or 0 for index in asked]

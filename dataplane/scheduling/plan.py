@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from dataplane.protocol import SamplingParams, TokenLogprob
+from dataplane.request import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class StepResult:
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob | None]] = field(default_factory=dict)
     """By request, for the prompt positions whose logits this step computed, in order of position."""
+    refusals: dict[str, RequestError] = field(default_factory=dict)
+    """Of those in `errors`, the requests that are themselves at fault: they would fail elsewhere too."""
 
 
 class Handle(Protocol):

@@ -287,7 +287,7 @@ class Roster:
 
     def _release(self, request: Request) -> None:
         """Give a finished request's blocks back; what those of a failed one hold may not be read."""
-        if request.state is RequestState.FINISHED_ERROR:
+        if request.state is RequestState.FINISHED_ERROR and request.refusal is None:
             self.kv.discard(request)
         else:
             self.kv.free(request)

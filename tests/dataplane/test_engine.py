@@ -430,9 +430,20 @@ def test_nobody_pauses_when_the_step_in_flight_has_made_room(folder: Path) -> No
 
 def test_more_samples_than_may_run_at_once_are_refused(folder: Path) -> None:
     core = make(folder, max_num_seqs=2)
+    assert not core.ready.reserves_max
     with pytest.raises(RequestError) as refused:
         core.validate(msgspec.structs.replace(wire("a", [5]), forks=("b", "c")))
     assert refused.value.param == "n"
     with pytest.raises(RequestError) as refused:
         core.validate(msgspec.structs.replace(wire("a", [5]), deadline_at=float("nan")))
     assert refused.value.param == "deadline_at"
+
+
+def test_samples_that_the_pool_can_never_hold_are_refused_before_they_are_queued(folder: Path) -> None:
+    core = make(folder, num_blocks=33, capacity="reserve_max")
+    assert core.ready.reserves_max
+    forks = ("b", "c", "d")
+    core.validate(msgspec.structs.replace(wire("a", [5], max_tokens=120), forks=forks))
+    with pytest.raises(RequestError) as refused:
+        core.validate(msgspec.structs.replace(wire("a", [5], max_tokens=150), forks=forks))
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")

@@ -9,6 +9,7 @@ Started like `dataplane.core_process`. The options say what it does:
 - emits: by the number of the sample, what it emits instead; where log-probabilities are asked for, the k-th token of
   sample s has −(s + 1)·(k + 1)/8, and the token after it in the vocabulary beside it
 - most: the most sequences that the core says it runs at once
+- refusal: message, code and parameter with which a request ends: at once without tokens, else when the next comes
 - loading_s: how long it takes to become READY
 """
 
@@ -51,14 +52,15 @@ class Script:
         emit = options.get("emit", 3)
         self.emit: list[int] = emit if isinstance(emit, list) else [LETTER_A] * int(str(emit))
         self.emits: dict[str, list[int]] = dict(options.get("emits", {}))  # type: ignore[call-overload]
-        self.finish = options.get("finish", True)
+        self.refusal: list[str] = list(options.get("refusal", []))  # type: ignore[call-overload]
+        self.finish = options.get("finish", not self.refusal)
         self.epoch = self.own_epoch = epoch
         self.counters = Counters()
         self.step = 0
         self.running: set[str] = set()
 
     def send(
-        self, request_id: str, tokens: list[int], finish: FinishReason | None, **more: list[TokenLogprob] | None
+        self, request_id: str, tokens: list[int], finish: FinishReason | None, **more: list[TokenLogprob] | str | None
     ) -> None:
         self.step += 1
         if finish is not None:
@@ -81,6 +83,8 @@ class Script:
         if self.mode == "fault":
             self.link.send(CoreFault(boot_epoch=self.epoch, error="the script says so"))
             sys.exit(1)
+        if self.refusal:
+            self.refuse()
         samples = [request.request_id, *request.forks]
         self.running.update(samples)
         scripts = [self.emits.get(str(number), self.emit) for number in range(len(samples))]
@@ -88,8 +92,15 @@ class Script:
             for number, (request_id, script) in enumerate(zip(samples, scripts, strict=True)):
                 if step < len(script):
                     self.emit_one(request, request_id, number, step, script)
+        if self.refusal and not any(scripts):
+            self.refuse()
         while self.mode == "hang":
             time.sleep(60)
+
+    def refuse(self) -> None:
+        error, code, param = self.refusal
+        for request_id in list(self.running):
+            self.send(request_id, [], FinishReason.ERROR, error=error, error_code=code, error_param=param)
 
     def emit_one(self, request: EngineRequest, request_id: str, number: int, step: int, script: list[int]) -> None:
         last = bool(self.finish) and step == len(script) - 1
@@ -150,7 +161,7 @@ def main() -> int:
             model="script",
             max_model_len=256,
             block_size=16,
-            total_blocks=8,
+            total_blocks=16,
             load_seconds=0.1,
             max_num_seqs=int(options.get("most", 0)),
         )

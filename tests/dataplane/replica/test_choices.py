@@ -336,6 +336,49 @@ async def test_tools_take_room_in_the_prompt_and_results_go_back(tmp_path: Path)
         assert status == 200
 
 
+# Refusals by the core -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["context_length_exceeded", "constraint_unsatisfiable"])
+async def test_what_the_core_refuses_is_the_clients_fault_and_no_500(tmp_path: Path, code: str) -> None:
+    core = scripted(emit=0, refusal=["this cannot be", code, "max_tokens"])
+    async with serving(make_config(tmp_path, core)) as (_, client):
+        for stream in (False, True):
+            status, body = await whole(client, stream=stream, max_completion_tokens=9, n=2)
+            error = {
+                "message": "this cannot be",
+                "type": "invalid_request_error",
+                "param": "max_completion_tokens",
+                "code": code,
+            }
+            assert (status, body["error"]) == (400, error)
+
+
+async def test_a_refusal_in_the_middle_of_a_stream_ends_it_with_the_same_error(tmp_path: Path) -> None:
+    core = scripted(emit=2, refusal=["this cannot go on", "constraint_unsatisfiable", "structured_outputs"])
+    fields = {"response_format": {"type": "json_object"}}
+    async with serving(modelled(tmp_path, core)) as (_, client), client.chat(stream=True, **fields) as first:
+        seen = await first.content.readany()
+        async with client.chat(stream=True, **fields) as second:
+            assert first.status == 200
+            *_, last = sse((seen + await first.content.read()).decode())
+            assert last["error"] == {
+                "message": "this cannot go on",
+                "type": "invalid_request_error",
+                "param": "response_format",
+                "code": "constraint_unsatisfiable",
+            }
+            second.close()
+
+
+@pytest.mark.parametrize("code", ["engine_overloaded", "engine_unavailable"])
+async def test_a_core_that_has_no_room_now_may_be_asked_again(tmp_path: Path, code: str) -> None:
+    core = scripted(emit=0, refusal=["too many are waiting", code, None])
+    async with serving(make_config(tmp_path, core)) as (_, client), client.chat() as answer:
+        assert (answer.status, json.loads(await answer.read())["error"]["code"]) == (503, code)
+        assert "retry-after" in answer.headers
+
+
 # Structured output -----------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class CountingEngine:
 
     def add(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:
-            raise RequestError("the prompt is empty")
+            raise RequestError("the prompt is empty", param="prompt")
         self.left[request.request_id] = request.params.max_tokens or 1
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -137,12 +137,18 @@ async def test_a_request_that_cannot_run_ends_with_its_reason_and_the_rest_goes_
         ("bad", FinishReason.ERROR, "the prompt is empty"),
         ("good", FinishReason.LENGTH, None),
     ]
+    assert [(output.error_code, output.error_param) for output in outputs] == [
+        ("invalid_value", "prompt"),
+        (None, None),
+    ]
 
 
 async def test_a_draining_core_finishes_and_refuses_what_comes_after() -> None:
     _, sent = await play([add("a", tokens=2), Shutdown(drain=True, boot_epoch=EPOCH), add("late")])
     ends = {output.request_id: output.finish for frame in frames(sent) for output in frame.outputs if output.finish}
     assert ends == {"late": FinishReason.ERROR, "a": FinishReason.LENGTH}
+    (late,) = [output for frame in frames(sent) for output in frame.outputs if output.request_id == "late"]
+    assert late.error_code == "engine_unavailable"
 
 
 async def test_a_core_told_to_stop_now_does_not_step_again() -> None:
