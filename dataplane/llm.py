@@ -7,6 +7,7 @@ policy.
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,12 +100,12 @@ class LLM:
 
         A text is taken as it is; `chat` puts a question into the model's chat template. Without `params` they are
         `DEFAULT_PARAMS`; parameters without `max_tokens` go on to the end of the context. The samples of a prompt
-        compute it once; the k-th draws with the seed of the first plus k. Only the first has `prompt_logprobs`. Raises
-        RequestError, before any of them runs, when one prompt cannot.
+        compute it once; the k-th draws with the seed of the first plus k. Only the first has `prompt_logprobs`. No
+        prompts have no completions. Raises RequestError, before any of them runs, when one prompt cannot; it names it.
         """
         if not 1 <= n <= self.config.scheduler.max_num_seqs:
             raise RequestError(f"n must be between 1 and {self.config.scheduler.max_num_seqs}, got {n}", param="n")
-        tokens = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        tokens = [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
         requests = [
             EngineRequest(
                 request_id=request_id,
@@ -116,8 +117,11 @@ class LLM:
             for prompt, chosen in zip(tokens, self._params(params, len(tokens)), strict=True)
             for request_id in [f"offline-{next(self._ids)}"]
         ]
-        for request in requests:
-            self.core.validate(request)
+        for index, request in enumerate(requests):
+            try:
+                self.core.validate(request)
+            except RequestError as error:
+                raise RequestError(f"prompts[{index}]: {error.message}", error.code, error.param) from None
         try:
             return self._run(requests)
         finally:
@@ -135,6 +139,16 @@ class LLM:
         )
         prompts = [self.tokenizer.apply_chat_template(messages, **template_variables) for messages in several]
         return self.generate(prompts, params)
+
+    def _tokens(self, prompt: Prompt, index: int) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError(
+                f"prompts[{index}] must be a text or a list of token ids", "invalid_type", "prompt"
+            ) from None
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -215,3 +216,62 @@ def test_a_grammar_that_cannot_be_is_refused_before_anything_runs(llm: LLM) -> N
     with pytest.raises(RequestError) as refused:
         llm.generate(["fine", "not fine"], [GREEDY, broken])
     assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (["a"], "must be a text or a list of token ids"),
+        ([1.5], "must be a text or a list of token ids"),
+        (None, "must be a text or a list of token ids"),
+        ([], "the prompt is empty"),
+        ([5, 10**6], "prompt token ids must be between 0 and 49151"),
+        ([-1], "prompt token ids must be between 0 and 49151"),
+        ("word " * 2000, "which leaves no room for an answer"),
+    ],
+)
+def test_a_prompt_that_is_none_is_named(llm: LLM, prompt: Any, sentence: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.generate(["fine", prompt], GREEDY)
+    assert refused.value.message.startswith("prompts[1]")
+    assert sentence in refused.value.message
+    assert refused.value.param == "prompt"
+
+
+def chosen(choices: list[str], **params: Any) -> SamplingParams:
+    grammar = Grammar(kind=GrammarKind.CHOICE, text=json.dumps(choices))
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "grammar": grammar, **params})
+
+
+def test_min_tokens_do_not_prolong_an_answer_that_its_grammar_has_finished(llm: LLM) -> None:
+    (yes,) = llm.tokenizer.encode("yes")
+    (completion,) = llm.generate(["Is water wet?"], chosen(["yes"], min_tokens=9))
+    assert (completion.text, completion.finish) == ("yes", FinishReason.STOP)
+    assert completion.token_ids == [yes, *completion.token_ids[-1:]]
+    assert len(completion.token_ids) == 2
+
+
+def test_what_a_request_forbids_of_all_that_it_requires_is_refused_before_it_runs(llm: LLM) -> None:
+    a, b = (llm.tokenizer.encode(letter)[0] for letter in "ab")
+    conflicts = [
+        (chosen(["a"], bad_words=((a,),)), "bad_words"),
+        (chosen(["a", "b"], stop_token_ids=(a, b), min_tokens=2), "structured_outputs"),
+    ]
+    for params, param in conflicts:
+        with pytest.raises(RequestError, match="no token is allowed here") as refused:
+            llm.generate(["fine", "Is water wet?"], [GREEDY, params])
+        assert (refused.value.code, refused.value.param) == ("constraint_unsatisfiable", param)
+    (completion,) = llm.generate(["Is water wet?"], chosen(["a", "b"], bad_words=((a,),)))
+    assert completion.text == "b"
+
+
+def test_a_conflict_in_the_middle_of_an_answer_ends_it_as_a_refusal_and_harms_no_cache(llm: LLM) -> None:
+    prompt = "It had rained all day long and nobody knew when it would end, for the sky was as grey as a stone. " * 2
+    dog = llm.tokenizer.encode(" dog")
+    params = chosen(["a dog"], bad_words=(tuple(dog),))
+    (completion,) = llm.generate([prompt], params)
+    assert (completion.text, completion.finish) == ("a", FinishReason.ERROR)
+    assert completion.error is not None
+    assert "bad_words" in completion.error
+    (again,) = llm.generate([prompt], GREEDY)
+    assert again.cached_tokens == (len(again.prompt_token_ids) - 1) // 16 * 16 > 0
