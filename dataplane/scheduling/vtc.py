@@ -2,9 +2,15 @@
 
 Layer: scheduling. Pure. Source: Sheng et al., Fairness in Serving Large Language Models, algorithm 2. A tenant that
 comes back is lifted to the least counter of those that wait, so that idleness earns no credit; input is charged at
-admission and output per step, each divided by the tenant's weight. With U = max(input · longest prompt, output · KV
-tokens of the engine) two tenants that wait throughout differ in service by 2 U at most (theorem 4.4), and one that
-waits throughout is at most 4 U behind any other. It counts service; when to admit is not its affair.
+the first admission and output per step, each divided by the tenant's weight. It counts service; when to admit is not
+its affair.
+
+With `Capacity.RESERVE_MAX`, as in the paper, what is admitted generates no more than memory holds. With U = max(input ·
+longest prompt, output · KV tokens of the engine) two tenants that wait throughout then differ in service by 2 U at most
+(theorem 4.4), and one that waits throughout is at most 4 U behind any other. On demand there is no such bound: what a
+tenant has admitted may generate several times the engine's KV tokens while others wait, above all where requests are
+preempted, since these come back before all that never ran, whatever their tenant's counter (`WaitingQueue`). All of it
+is charged, and the tenant waits the longer afterwards; a recompute is not, for it serves nobody.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataplane.bench.scheduling.case import SchedulerCase
 from dataplane.bench.traces import PLACES, Trace, TraceKind, TraceMissingError, TraceRow, Traces
 from dataplane.bench.workload import Lengths, exponential, lengths_of, request_of, requests_of_trace
 from dataplane.protocol import RequestOutput
-from dataplane.scheduling.config import Batching, Preemption, QueueOrder
+from dataplane.scheduling.config import Batching, Capacity, Preemption, QueueOrder
 from dataplane.scheduling.plan import NewRequest, Plan
 
 CASE = SchedulerCase(quick=True)
@@ -157,6 +157,25 @@ def test_virtual_token_counters_keep_the_bound_and_first_come_first_served_does_
     assert vtc.tokens_per_s == pytest.approx(fcfs.tokens_per_s, rel=0.01), "both keep the machine busy"
     assert vtc.ttft_p50["a"] < fcfs.ttft_p50["a"] / 2, "the client that asks for less waits less"
     assert vtc.ttft_p50["b"] > fcfs.ttft_p50["b"], "and the other pays"
+
+
+def test_the_bound_is_promised_where_memory_is_reserved_and_broken_where_requests_are_preempted() -> None:
+    crowd = {name: rate / 2 for name, rate in fairness.PER_MINUTE.items()}
+    demand, reserved = (
+        fairness.run_order(
+            QueueOrder.VTC,
+            fairness.steady(crowd, 1.0, **fairness.CROWDED),
+            CASE,
+            slots=fairness.CROWDED_SLOTS,
+            capacity=how,
+        )
+        for how in (Capacity.ON_DEMAND, Capacity.RESERVE_MAX)
+    )
+    assert demand.bound == reserved.bound == 2 * 2 * 2000
+    assert (demand.promised, reserved.promised) == (False, True)
+    assert (demand.preemptions > 100, reserved.preemptions) == (True, 0)
+    assert demand.gap > 1.5 * demand.bound
+    assert reserved.gap < reserved.bound
 
 
 def test_with_one_client_or_no_queue_the_order_changes_nothing() -> None:
