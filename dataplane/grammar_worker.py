@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     die_with_parent(options.parent)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     tokenizer = load_tokenizer(options.model)
-    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size)
+    # What is asked again is compiled again: a grammar found ready would seem to take no time.
+    compiler = GrammarCompiler(lambda: tokenizer, tokenizer.vocab_size, kept=0)
     decode, encode = msgspec.json.Decoder(Grammar).decode, msgspec.json.Encoder().encode
     for line in sys.stdin.buffer:
         started = time.process_time()

@@ -5,7 +5,8 @@ which every sequence gets its own `GrammarState`; the sampler asks the state for
 the token after. It owns the bounds on what a client's grammar may cost; it never sees logits.
 
 The work is llguidance's (docs/adr/0011): derivatives of regular expressions under an Earley parser, over the
-vocabulary as a trie. Its bounds are counted, not timed, so the same grammar is taken or refused everywhere.
+vocabulary as a trie. The bounds here are counted, not timed, so that every engine takes or refuses the same grammars. A
+replica's front refuses more of them, by the time and memory that they take there (`dataplane.grammar_check`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,8 +26,9 @@ BROKEN = Grammar(kind=GrammarKind.REGEX, text="(")
 WORKER = """
 import sys, time, os
 for number, line in enumerate(sys.stdin):
+    verdict = '{{}}'
     {body}
-    print('{{}}', flush=True)
+    print(verdict, flush=True)
 """
 
 
@@ -39,7 +42,8 @@ async def checker(**options: Any) -> AsyncIterator[GrammarChecker]:
 
 
 def worker(body: str) -> tuple[str, ...]:
-    """A worker that answers every grammar with a yes, after `body`, which sees the `number` of the question."""
+    """A worker that answers every grammar with a yes, after `body`, which sees the `number` of the question and may
+    change the `verdict`."""
     return (sys.executable, "-c", WORKER.format(body=body))
 
 
@@ -90,6 +94,57 @@ async def test_a_worker_that_hangs_is_killed_and_the_next_grammar_is_served() ->
         served = pid(own)
         assert "too long" in await refusal(own, slow), "known by now, and not tried again"
         assert pid(own) == served
+
+
+async def test_a_stall_that_passes_refuses_no_grammar() -> None:
+    """The machine was busy, and the worker with it: the grammar is tried once more, and nothing is held against it."""
+    async with checker(compile_s=5.0, patience_s=3.0) as own:
+        await own.check(text(1))
+        stalled = pid(own)
+        os.kill(stalled, signal.SIGSTOP)
+        await own.check(text(2))
+        assert pid(own) != stalled
+
+
+@pytest.mark.parametrize(
+    "failure",
+    ["time.sleep(600)", "os._exit(9)", """verdict = '{"seconds": 9.0}'"""],
+    ids=["held up", "killed", "slow"],
+)
+async def test_what_a_busy_machine_may_have_refused_is_tried_again_after_a_while(tmp_path: Path, failure: str) -> None:
+    now, busy = 0.0, tmp_path / "busy"
+    busy.touch()
+    command = worker(f"if number and os.path.exists({str(busy)!r}): {failure}")
+    async with checker(command=command, patience_s=0.3, doubt_s=60.0, clock=lambda: now) as own:
+        await refusal(own, text(1))
+        busy.unlink()
+        now = 59.0
+        await refusal(own, text(1))
+        now = 61.0
+        await own.check(text(1))
+        busy.touch()
+        now = 1e6
+        await own.check(text(1))
+
+
+async def test_what_the_worker_refuses_by_its_counts_is_asked_once(tmp_path: Path) -> None:
+    now, log = 0.0, tmp_path / "asked"
+    body = f"""if number: verdict = '{{"error": "malformed"}}'; open({str(log)!r}, 'a').write(line)"""
+    async with checker(command=worker(body), clock=lambda: now) as own:
+        assert await refusal(own, BROKEN) == "malformed"
+        now = 1e9
+        assert await refusal(own, BROKEN) == "malformed"
+    assert log.read_text().count("\n") == 1
+
+
+def test_the_worker_times_what_it_is_asked_again() -> None:
+    """A grammar kept from the last time would seem to take none."""
+    line = b'{"kind": "regex", "text": "(a|b)*a(a|b){9}"}\n'
+    options = ("--parent", str(os.getpid()), "--model", str(find_model("smollm2")[0]))
+    command = (sys.executable, "-m", "dataplane.grammar_worker", *options)
+    done = subprocess.run(command, input=3 * line, capture_output=True, timeout=120, check=True)
+    _, first, again = (json.loads(verdict)["seconds"] for verdict in done.stdout.splitlines())
+    assert again > first / 3
 
 
 async def test_a_grammar_that_kills_every_worker_is_refused() -> None:
