@@ -229,6 +229,61 @@ def test_a_phone_shows_everything_without_scrolling_sideways(as_operator: OpenPa
     assert violations(page) == []
 
 
+def test_a_phone_shows_whole_rows_one_under_the_other_and_they_stay_table_rows(
+    as_operator: OpenPage, reporter: Reporter, site: Site
+) -> None:
+    with site.admin() as admin:
+        admin.post("/api/v1/tenants/acme/keys", json={"name": "on a phone"}).raise_for_status()
+    page = as_operator(viewport=PHONE)
+    for path, cells in (("/", 10), ("/tenants", 5), ("/tenants/acme", 7)):
+        page.goto(path)
+        table = page.locator("table.stacked").first
+        expect(table.locator("tbody tr:not(.empty-row)").first).to_be_visible()
+        cut = "tables => tables.filter(each => each.scrollWidth > each.clientWidth).map(each => each.ariaLabel)"
+        assert page.locator(".table-container:has(.stacked)").evaluate_all(cut) == [], path
+        nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+        roles = [node["role"]["value"] for node in nodes if not node["ignored"]]
+        assert roles.count("row") >= 2, path
+        assert roles.count("cell") + roles.count("rowheader") >= cells, path
+    revoke = page.get_by_role("button", name="Revoke on a phone")
+    box = revoke.bounding_box()
+    assert box
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= PHONE["width"]
+    expires = page.locator("tr", has=revoke).locator("[data-label=Expires]")
+    assert expires.evaluate("cell => getComputedStyle(cell, '::before').content") == '"Expires"'
+    revoke.click()
+    expect(page.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+
+
+@pytest.mark.parametrize("width", [390, 900, 1024, 1280, 1360, 1440])
+def test_no_tile_of_the_overview_is_left_alone_and_no_time_is_cut(
+    as_operator: OpenPage, reporter: Reporter, width: int
+) -> None:
+    page = as_operator(viewport={"width": width, "height": 800})
+    page.goto("/?window=60")
+    expect(page.locator("figure.trend canvas").first).to_be_visible()
+    for tiles in (".stats > *", ".outcomes > *"):
+        boxes = page.locator(tiles).evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
+        inner = (
+            page.locator(tiles)
+            .locator("..")
+            .evaluate("list => list.getBoundingClientRect().right - parseFloat(getComputedStyle(list).paddingRight)")
+        )
+        for top in {round(box["top"]) for box in boxes}:
+            assert max(box["right"] for box in boxes if round(box["top"]) == top) == pytest.approx(inner, abs=1), tiles
+    room = page.locator("figure.trend .u-over").first.evaluate(
+        "plot => plot.closest('.uplot').getBoundingClientRect().right - plot.getBoundingClientRect().right"
+    )
+    widest = page.evaluate(
+        """() => {
+          const pen = document.createElement("canvas").getContext("2d");
+          pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+          return pen.measureText("12:31:00 AM").width;
+        }"""
+    )
+    assert room >= widest / 2
+
+
 def test_a_dialog_on_a_phone_has_buttons_as_wide_as_itself(as_operator: OpenPage) -> None:
     page = as_operator(viewport=PHONE)
     page.goto("/tenants/acme")

@@ -2,6 +2,7 @@
 // Each event carries the points that changed since the last one: {from, columns, rows: [[at, …], …]}.
 (() => {
   const STYLES = { 1: [], 2: [6, 3], 3: [2, 2], 4: [6, 3], 5: [6, 3] };
+  const HALF_A_LABEL = 34; // what the last label of the time axis needs beyond the plot, in pixels
   const COLUMN_LABEL = { seconds: "s", rate: "/s", tokens: "tok/s", ratio: "%" };
   let points = new Map(); // at → {column: value or null}
   let charts = [];
@@ -74,6 +75,7 @@
         width: this.plotBox.clientWidth,
         height: this.plotBox.clientHeight,
         legend: { show: false },
+        padding: [null, HALF_A_LABEL, null, null],
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
         scales: { x: { time: true }, y: { range: (_, low, high) => [0, unit === "ratio" ? Math.min(1, Math.max(0.1, high * 1.1)) : high > 0 ? high * 1.1 : 1] } },
         axes: [
