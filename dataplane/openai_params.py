@@ -123,6 +123,8 @@ def _logit_bias(body: Body) -> dict[int, float]:
             raise invalid(f"logit_bias names {token[:50]!r}, which is no token id", "logit_bias")
         if not -100.0 <= bias <= 100.0 or math.isnan(bias):
             raise invalid(f"logit_bias must be between -100 and 100, got {shown(bias)} for token {token}", "logit_bias")
+        if int(token) in biases:
+            raise invalid(f"logit_bias names the token {int(token)} twice", "logit_bias")
         biases[int(token)] = bias
     return biases
 

@@ -283,6 +283,30 @@ async def test_other_forms_hold_too(client: Client, structured: dict[str, Any], 
     await every_block_is_free(client)
 
 
+async def test_a_finished_answer_is_not_paid_for_up_to_min_tokens(client: Client) -> None:
+    fields = {"temperature": 0, "max_tokens": 12, "min_tokens": 9, "structured_outputs": {"choice": ["yes"]}}
+    async with client.chat("Is water wet?", **fields) as answer:
+        body = json.loads(await answer.read())
+    assert body["choices"][0]["message"]["content"] == "yes"
+    assert body["usage"]["completion_tokens"] == 2
+
+
+async def test_a_client_that_forbids_what_it_requires_gets_no_500(client: Client) -> None:
+    async def refused(choice: str, word: str, **fields: Any) -> tuple[int, Any]:
+        structured = {"structured_outputs": {"choice": [choice]}, "bad_words": [word], "max_tokens": 9}
+        async with client.chat(**structured, **fields) as answer:
+            text = (await answer.read()).decode()
+            return answer.status, sse(text)[-1]["error"] if answer.status == 200 else json.loads(text)["error"]
+
+    for stream in (False, True):
+        status, error = await refused("a", "a", stream=stream)
+        assert (status, error["code"], error["param"]) == (400, "constraint_unsatisfiable", "bad_words")
+        status, error = await refused("a dog", "dog", stream=stream)
+        assert (error["code"], error["type"]) == ("constraint_unsatisfiable", "invalid_request_error")
+        assert status in (200, 400) if stream else status == 400
+    await every_block_is_free(client)
+
+
 async def test_a_required_tool_is_called_with_arguments_that_fit(process: Process) -> None:
     parameters = {
         "type": "object",
