@@ -274,6 +274,35 @@ async def test_a_core_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyP
             os.kill(pid, 0)
 
 
+class CountedPauses(RestartPolicy, frozen=True, kw_only=True):
+    """Keeps how many failures in a row each pause is for."""
+
+    counted: list[int]
+
+    def pause(self, failures: int, rng: random.Random) -> float:
+        self.counted.append(failures)
+        return 0.0
+
+
+async def test_the_time_in_which_a_core_hung_does_not_count_as_stable() -> None:
+    now = 0.0
+    log, policy = Log(), CountedPauses(stable_s=60.0, counted=[])
+    log.client = client = CoreClient(
+        scripted(stall_s=STALL_S), on_change=log.changed, on_stats=log.took, restart=policy, clock=lambda: now
+    )
+    await client.start()
+    try:
+        for epoch in (1, 2, 3):
+            await until(lambda epoch=epoch: client.epoch == epoch and client.ready, "the core is ready")
+            stop_core(client)
+            await until(lambda: client.state is ReplicaState.DRAINING, "its silence is noticed")
+            now += 1000.0
+        await until(lambda: client.restarts == 3, "the third is lost too")
+    finally:
+        await client.stop()
+    assert policy.counted == [1, 2, 3]
+
+
 def test_pauses_grow_are_bounded_and_jittered() -> None:
     policy = RestartPolicy(first_s=1.0, longest_s=10.0)
     rng = random.Random(1)
