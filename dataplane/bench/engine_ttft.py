@@ -15,7 +15,7 @@ from statistics import median
 from dataplane.errors import IntegrityError
 from dataplane.hardware.device import cores
 from dataplane.hardware.geometry import Geometry, StepSize
-from dataplane.hardware.hit_area import FirstToken, area_saved, capacity_gain, hit_tokens
+from dataplane.hardware.hit_area import FirstToken, amdahl_bound, area_saved, capacity_gain, hit_tokens
 from dataplane.hardware.probe import cpu_name
 from dataplane.hardware.stepmodel import MeasuredStep, Residuals, StepModel
 from dataplane.llm import LLM
@@ -46,8 +46,9 @@ class Spread:
 class HitResult:
     """One hit ratio. Times in seconds; `saved` is S. `by_area` and `by_steps` predict the median of `ttft`.
 
-    `gain` is how many more requests a second the engine finishes than without hits, predicted and measured; `tpot`
-    is the control, of which no prediction exists but that it stays.
+    `gain` is how many more tokens a minute (TPM) the engine makes than without hits: the most that any hit could give
+    (Amdahl), predicted (the TPM correction) and measured. `tpot` is the control, of which no prediction exists but
+    that it stays.
     """
 
     ratio: float
@@ -57,6 +58,7 @@ class HitResult:
     tpot: Spread
     by_area: float
     by_steps: float
+    gain_bound: float
     gain_predicted: float
     gain_measured: float
 
@@ -168,6 +170,7 @@ class EngineBench:
         fixed = min(cold_ttft, model.seconds(StepSize(0, 0, prompt, 1)))
         parts = FirstToken(prefill=cold_ttft, fixed=fixed)
         busy = cold_ttft + DECODED * cold_tpot
+        share = (cold_ttft - fixed) / busy
         hits = []
         for ratio in ratios:
             cached = self._cached(ratio)
@@ -182,7 +185,8 @@ class EngineBench:
                     tpot=tpot[ratio],
                     by_area=parts.at(saved),
                     by_steps=model.seconds(StepSize.prefill(prompt - cached, cached)),
-                    gain_predicted=capacity_gain((cold_ttft - fixed) / busy, saved),
+                    gain_bound=amdahl_bound(share),
+                    gain_predicted=capacity_gain(share, saved),
                     gain_measured=busy / spent,
                 )
             )

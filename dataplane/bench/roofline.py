@@ -5,15 +5,20 @@ hits. Every measured row passes the data gate first; the table says what it drop
 
 Results, as in the JSON file:
 `devices` (by name: bf16 FLOP/s, bandwidth, critical batch), `kv_bytes_per_token` (by model),
-`h200` (by table: rows, dropped by reason, violations after the gate, median and largest roofline/measured, the same for
-large rows, share of rows the model expects to be slower than they are, fitted η_F, η_W, launch and held-out error),
-`dropped` (label, ratio, reason), `skipped` (by file), `cpu` (ceilings; by operator: seconds, ratio),
-`engine` (step coefficients with errors; by hit ratio: TTFT, both predictions, TPOT, gain).
+`h200` (by table: rows, dropped by reason, `violations`, median and largest roofline/measured, the same for large rows,
+share of rows the model expects to be slower than they are, fitted η_F, η_W, launch and held-out error),
+`dropped` (label, ratio, reason), `skipped` (by file),
+`cpu` (ceilings, `balance` in FLOP/byte, `violations`; by operator: seconds, intensity in FLOP/byte, ratio),
+`loading` (from how many bytes/s on it pays to load a cached prefix, how many this memory copies, whether it `pays`),
+`engine` (step coefficients with errors; by hit ratio: TTFT, both predictions, TPOT, and the gain in tokens a minute:
+Amdahl's bound, predicted, measured).
+`violations` are rows above a ceiling that the gate has left, `violations_before` those before it; the control,
+`violations_at_half`, are rows that the gate has left and that are above half of a ceiling, if any reach that far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -24,9 +29,10 @@ from dataplane.bench.kernel_tables import KernelTable, read_tables
 from dataplane.bench.report import Report, Table
 from dataplane.config import find_model
 from dataplane.hardware.costmodel import BF16, Ceilings, Precision
-from dataplane.hardware.datagate import Gated, Measured, calibrate, gate, ratios
+from dataplane.hardware.datagate import Gated, Measured, calibrate, gate, ratios, violations
 from dataplane.hardware.datasheets import H200, SHEETS, DataSheet
 from dataplane.hardware.geometry import KNOWN, Geometry
+from dataplane.hardware.hit_area import worth_loading
 from dataplane.hardware.probe import OperatorTimer, probe
 from dataplane.models.shape import ModelShape
 
@@ -103,16 +109,17 @@ def _published(report: Report, folder: Path) -> None:
         ],
     }  # fmt: skip
     columns = (
-        "kernel", "rows", "dropped", "violations", "median", "large rows", "median", "p90", "largest", "over", "η_F",
-        "η_W", "error",
+        "kernel", "rows", "beat it", "dropped", "left", "at half", "median", "large rows", "median", "p90",
+        "largest", "over", "η_F", "η_W", "error",
     )  # fmt: skip
     rows = tuple((name, *_cells(values)) for name, values in found.items())
     skipped = sum(read.skipped.values())
     note = (
-        "Roofline over measured time: 1 is the data sheet's peak. Large: a roofline of 200 µs or more. Violations: "
-        "after the gate. Over: rows that took less than the cost model expects, where it assumes that every token "
-        "chooses its experts uniformly; skewed routing touches fewer. η and error: calibrated on every other row, "
-        "scored on the rest."
+        "Roofline over measured time: 1 is the data sheet's peak. Large: a roofline of 200 µs or more. Beat it: rows "
+        "above a ceiling before the gate; left: after it; at half: of those it kept, above half of a ceiling, which "
+        "shows that the count can find some. Over: rows that took less than the cost model expects, where it assumes "
+        "that every token chooses its experts uniformly; skewed routing touches fewer. η and error: calibrated on "
+        "every other row, scored on the rest."
         + (f" {skipped:,} rows do not say what one rank computed and were skipped." if skipped else "")
     )
     report.tables.append(Table("Cost model against published H200 kernels", columns, rows, note))
@@ -122,12 +129,11 @@ def _published(report: Report, folder: Path) -> None:
 def _summary(table: KernelTable, gated: Gated, ceilings: Ceilings) -> dict[str, Any]:
     found = ratios(gated.kept, ceilings)
     large = [ratio for ratio, row in zip(found, gated.kept, strict=True) if ceilings.seconds(row.expected) >= LARGE_S]
-    left = gate(gated.kept, ceilings, cache_bytes=H200.cache_bytes)
     reached = calibrate(gated.kept, ceilings, small_s=LARGE_S)
     return {
         "rows": len(table.rows),
         "dropped": dict(gated.reasons),
-        "violations": len(left.dropped),
+        **_violations(table.rows, gated, ceilings),
         "median": median(found),
         "largest": max(found),
         "large_rows": len(large),
@@ -141,10 +147,20 @@ def _summary(table: KernelTable, gated: Gated, ceilings: Ceilings) -> dict[str, 
     }
 
 
+def _violations(rows: Sequence[Measured], gated: Gated, ceilings: Ceilings) -> dict[str, int]:
+    return {
+        "violations": violations(gated.kept, ceilings),
+        "violations_before": violations(rows, ceilings),
+        "violations_at_half": violations(gated.kept, ceilings.halved()),
+    }
+
+
 def _cells(values: Mapping[str, Any]) -> Iterator[str]:
     yield f"{values['rows']:,}"
+    yield f"{values['violations_before']:,}"
     yield f"{sum(values['dropped'].values()):,}"
     yield f"{values['violations']:,}"
+    yield f"{values['violations_at_half']:,}"
     yield f"{values['median']:.2f}"
     yield f"{values['large_rows']:,}"
     for name in ("large_median", "large_p90"):
@@ -174,30 +190,34 @@ def _cpu(report: Report, case: RooflineCase) -> None:
     ceilings = sheet.ceilings()
     gated = gate(measured, ceilings)
     found = dict(zip((row.label for row in gated.kept), ratios(gated.kept, ceilings), strict=True))
+    fp32, geometry = sheet.flops[Precision.FP32].value, Geometry.of(shape, case.model)
+    beaten = _violations(measured, gated, ceilings)
     report.results["cpu"] = {
         "name": sheet.name,
         "flops": {precision.value: figure.value for precision, figure in sheet.flops.items()},
         "bandwidth": sheet.bandwidth.value,
-        "critical_batch_fp32": sheet.critical_batch(Precision.FP32, Geometry.of(shape, case.model).weights).value,
+        "balance": fp32 / sheet.bandwidth.value,
+        "critical_batch_fp32": sheet.critical_batch(Precision.FP32, geometry.weights).value,
         "operators": {
             row.label: {
                 "seconds": row.seconds,
                 "roofline_s": ceilings.seconds(row.least),
+                "intensity": row.least[0].intensity,
                 "ratio": found.get(row.label),
             }
             for row in measured
         },
         "median": median(found.values()) if found else None,
-        "violations": len(gate(gated.kept, ceilings).dropped),
+        **beaten,
         "dropped": [{"row": row.label, "ratio": row.ratio, "reason": row.reason} for row in gated.dropped],
     }
-    fp32 = sheet.flops[Precision.FP32].value
     rows = tuple(
         (
             row.label,
             f"{row.seconds * 1e3:.3f}",
             f"{ceilings.seconds(row.least) * 1e3:.3f}",
             f"{found[row.label]:.2f}" if row.label in found else "dropped",
+            f"{row.least[0].intensity:.1f}",
             ceilings.bound(row.least[0]).value,
         )
         for row in measured
@@ -205,16 +225,35 @@ def _cpu(report: Report, case: RooflineCase) -> None:
     report.tables.append(
         Table(
             f"Cost model against operators of {sheet.name} (fp32)",
-            ("operator", "measured ms", "roofline ms", "roofline / measured", "bound"),
+            ("operator", "measured ms", "roofline ms", "roofline / measured", "FLOP/byte", "bound"),
             rows,
-            f"Probed ceilings: {fp32 / 1e9:.1f} GFLOP/s, {sheet.bandwidth.value / 1e9:.1f} GB/s; critical batch "
-            f"{report.results['cpu']['critical_batch_fp32']:.0f} tokens. Median ratio "
-            f"{report.results['cpu']['median'] or float('nan'):.2f}, {len(gated.dropped)} dropped by the gate, "
-            f"{report.results['cpu']['violations']} violations after it. Operators stream through more memory than any "
+            f"Probed ceilings: {fp32 / 1e9:.1f} GFLOP/s, {sheet.bandwidth.value / 1e9:.1f} GB/s; an operator of "
+            f"fewer than {fp32 / sheet.bandwidth.value:.1f} FLOP/byte is bound by memory, a product of fewer than "
+            f"{report.results['cpu']['critical_batch_fp32']:.0f} tokens (critical batch). Median ratio "
+            f"{report.results['cpu']['median'] or float('nan'):.2f}, {beaten['violations_before']} beat a "
+            f"ceiling, {len(gated.dropped)} dropped by the gate, {beaten['violations']} violations after it (control: "
+            f"{beaten['violations_at_half']} at half of the ceilings). Operators stream through more memory than any "
             "cache holds: one beyond the ceilings says that the machine was busy while they were probed.",
         )
     )
     report.tables.append(_dropped("What the gate dropped of this CPU", [(KernelTable("CPU", ()), gated)]))
+    _loading(report, geometry, case.prompt, fp32, sheet.bandwidth.value)
+
+
+def _loading(report: Report, geometry: Geometry, prefix: int, flops: float, bandwidth: float) -> None:
+    """Whether KV in host memory is worth having here. A copy reads and writes, so it moves half of the bandwidth."""
+    group = geometry.heads // geometry.kv_heads
+    least, copies = worth_loading(prefix, geometry.hidden, geometry.kv.bytes_each, group, flops), bandwidth / 2
+    report.results["loading"] = {"pays_from": least, "copies": copies, "pays": copies > least}
+    answer = "loading pays" if copies > least else "computing is quicker"
+    report.tables.append(
+        Table(
+            f"A cached prefix of {prefix} tokens in host memory",
+            ("loading pays from GB/s", "copies GB/s", "here"),
+            ((f"{least / 1e9:.2f}", f"{copies / 1e9:.1f}", answer),),
+            "Mooncake's condition (equation 2) at the probed FLOP/s; host and device memory are one here.",
+        )
+    )
 
 
 def _operators(shape: ModelShape, case: RooflineCase) -> Iterator[Measured]:
@@ -259,18 +298,19 @@ def _engine(report: Report, case: RooflineCase) -> None:
             f"{hit.by_area * 1e3:.0f}" if hit is not cold else "taken from here", _error(hit.by_area, hit.ttft.median),
             f"{hit.by_steps * 1e3:.0f}", _error(hit.by_steps, hit.ttft.median),
             f"{hit.tpot.median * 1e3:.1f}", f"{hit.tpot.median / cold.tpot.median:.2f}",
-            f"{hit.gain_predicted:.2f} / {hit.gain_measured:.2f}",
+            f"{hit.gain_bound:.2f} / {hit.gain_predicted:.2f} / {hit.gain_measured:.2f}",
         ) for hit in result.hits
     )  # fmt: skip
     columns = (
         "hit ratio", "cached", "S", "TTFT ms", "by hit area", "error", "by step model", "error", "TPOT ms",
-        "TPOT / cold", "gain predicted / measured",
+        "TPOT / cold", "TPM gain: bound / predicted / measured",
     )  # fmt: skip
     note = (
         f"Prompts of {result.prompt} tokens, κ = {result.kappa:.3f}, {cold.ttft.n} of each in random order, median "
         "(least–most). By hit area: TTFT without a hit, less what the hit saves of it; by step model: fitted to steps "
         f"without hits only. TPOT over {DECODED} tokens is the control: no prediction credits it, and it must stay at "
-        "1.00. Gain: requests finished one at a time, per second, against none cached."
+        "1.00. TPM gain: tokens a minute, one request at a time, against none cached; the bound is Amdahl's, for a "
+        "prefill that takes no time; predicted is the TPM correction 1 / (1 − f_p·S)."
     )
     report.tables.append(Table("TTFT of the engine with prefix hits", columns, rows, note))
 

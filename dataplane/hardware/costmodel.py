@@ -129,6 +129,16 @@ class Ceilings:
             self, flops_share=flops_share, bandwidth_share=bandwidth_share, launch_s=launch_s, kind=kind, source=source
         )
 
+    def halved(self) -> Self:
+        """A device with half of everything, which measurements of this one should beat."""
+        return self.derated(
+            flops_share=self.flops_share / 2,
+            bandwidth_share=self.bandwidth_share / 2,
+            launch_s=self.launch_s,
+            kind=self.kind,
+            source=f"half of {self.source}",
+        )
+
 
 def critical_batch(ceilings: Ceilings, precision: Precision, weights: Format) -> float:
     """Tokens from which a linear layer is bound by compute: B* = F·b_w / (2·W) (DOMAIN 3.2)."""

@@ -91,6 +91,21 @@ def _fault(row: Measured, ceilings: Ceilings, cache_bytes: float) -> tuple[str, 
     return (OVER_BANDWIDTH if sum(map(ceilings.memory_s, row.least)) > row.seconds else OVER_BOTH), ratio
 
 
+def violations(rows: Iterable[Measured], ceilings: Ceilings) -> int:
+    """Rows that claim more FLOP/s, or more bytes/s, than `ceilings` have, and those without a time.
+
+    It takes a row's totals over its time and asks nothing of the gate, which it checks: 0 of what that kept. What it
+    finds under ceilings that are too low shows that it can find something.
+    """
+    return sum(not 0.0 < row.seconds < math.inf or _claimed(row, ceilings) > 1.0 for row in rows)
+
+
+def _claimed(row: Measured, ceilings: Ceilings) -> float:
+    """Rate over ceiling, of compute or of memory, whichever is more."""
+    compute, memory = (sum(map(part, row.least)) for part in (ceilings.compute_s, ceilings.memory_s))
+    return max(compute, memory) / row.seconds
+
+
 def ratios(rows: Iterable[Measured], ceilings: Ceilings) -> list[float]:
     """Expected over measured time of each row: 1 is a perfect model, above 1 the model asks for too much."""
     return [ceilings.seconds(row.expected) / row.seconds for row in rows]

@@ -181,16 +181,25 @@ class Geometry:
 
     @property
     def kappa_per_token(self) -> float:
-        """κ / N of the hit area: L·H·d_h / P; an MLA head counts half the sum of its key's and value's dimensions."""
+        """κ / N of the hit area: L·H·d_h / P. An MLA head counts half the sum of its key's and value's dimensions.
+
+        That is MLA decompressed, as `step(…, absorbed=False)` and as prefill runs. The area does not charge for
+        decompressing the hit, 2·L·d_c·H·(d_n + d_v) FLOPs a cached token, which the step does.
+        """
         dim = float(self.head_dim)
         if (latent := self.latent) is not None:
             dim = (latent.nope_dim + latent.rope_dim + latent.value_dim) / 2
         return self.layers * self.heads * dim / self.active_parameters
 
-    def step(self, size: StepSize) -> tuple[Op, ...]:
-        """The operators of one step. Sum their FLOPs and bytes, or give them to `Ceilings.seconds`."""
+    def step(self, size: StepSize, *, absorbed: bool = True) -> tuple[Op, ...]:
+        """The operators of one step. Sum their FLOPs and bytes, or give them to `Ceilings.seconds`.
+
+        `absorbed` is of account with latent attention alone. Decode absorbs the up-projections and works on latents;
+        prefill decompresses keys and values, its own and the cached ones, for fewer FLOPs a pair. Say False for a
+        prefill, and for what is to be compared with the hit area.
+        """
         dense = self.layers * self.attention_parameters + self.dense_layers * self.mlp_parameters
-        ops = [self._product("linear", dense, size.tokens), self._attend(size)]
+        ops = [self._product("linear", dense, size.tokens), self._attend(size, absorbed=absorbed)]
         if self.mixture is not None:
             ops += self._experts(self.mixture, size.tokens)
         if size.rows:
@@ -200,9 +209,14 @@ class Geometry:
     def _product(self, name: str, parameters: int, tokens: int) -> Op:
         return linear(tokens, parameters, 1, self.weights, activations=None, precision=self.precision, name=name)
 
-    def _attend(self, size: StepSize) -> Op:
-        """MLA absorbed, as decode runs it: a prefill may decompress instead, with fewer FLOPs a pair."""
-        if (latent := self.latent) is not None:
+    def _attend(self, size: StepSize, *, absorbed: bool) -> Op:
+        if (latent := self.latent) is not None and not absorbed:
+            # The projections of this step's own tokens are among the linear layers.
+            up = latent.rank * self.heads * (latent.nope_dim + latent.value_dim) * (size.context - size.tokens)
+            pairs = self.heads * (latent.nope_dim + latent.rope_dim + latent.value_dim) * size.pairs
+            moved = size.context * (latent.rank + latent.rope_dim) * self.kv.bytes_each
+            one = Op("latent attention", 2.0 * (pairs + up), moved, self.precision)
+        elif latent is not None:
             one = latent_attention(
                 queries=size.tokens, pairs=size.pairs, context=size.context, heads=self.heads, rank=latent.rank,
                 rope_dim=latent.rope_dim, kv=self.kv, activations=None, precision=self.precision,

@@ -16,18 +16,11 @@ def hit_tokens(matched: int, prompt: int, block_size: int) -> int:
     return block_size * (max(0, min(matched, prompt - 1)) // block_size)
 
 
-def attention_weight(layers: int, heads: int, head_dim: int, prompt: int, parameters: float) -> float:
-    """κ = L·H·d_h·N / P: causal attention's FLOPs over the linear layers', for a prompt of N."""
-    return layers * heads * head_dim * prompt / parameters
-
-
-def attention_saved(cached: int, prompt: int) -> float:
-    """Share of the causal area that `cached` of `prompt` tokens remove: h(h+1) / (N(N+1)), about ρ²."""
-    return cached * (cached + 1) / (prompt * (prompt + 1))
-
-
 def area_saved(ratio: float, kappa: float) -> float:
-    """S = (ρ + κ·ρ²) / (1 + κ): share of prefill's FLOPs that a hit of the ratio ρ = h/N removes."""
+    """S = (ρ + κ·ρ²) / (1 + κ): share of prefill's FLOPs that a hit of the ratio ρ = h/N removes.
+
+    κ is causal attention's FLOPs over those of the linear layers for the whole prompt: `Geometry.kappa_per_token` · N.
+    """
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"a hit ratio lies between 0 and 1, not at {ratio}")
     return (ratio + kappa * ratio * ratio) / (1.0 + kappa)
@@ -76,20 +69,18 @@ class FirstToken:
 
 
 def capacity_gain(prefill_share: float, saved: float) -> float:
-    """Tokens per minute gain 1 / (1 − f_p·S), f_p being prefill's share of busy time; TPOT stays as it is."""
+    """Tokens per minute gain 1 / (1 − f_p·S), f_p being prefill's share of busy time; TPOT stays as it is.
+
+    It is Amdahl's law with prefill made 1 / (1 − S) times as fast; `amdahl_bound` is where it ends.
+    """
     if not 0.0 <= prefill_share <= 1.0 or not 0.0 <= saved <= 1.0:
         raise ValueError(f"shares lie between 0 and 1: prefill {prefill_share}, saved {saved}")
     spared = prefill_share * saved
     return 1.0 / (1.0 - spared) if spared < 1.0 else float("inf")
 
 
-def amdahl(part: float, speedup: float) -> float:
-    """1 / ((1 − p) + p/x): what a part of the time made x times faster gives the whole."""
-    return 1.0 / ((1.0 - part) + part / speedup)
-
-
 def amdahl_bound(part: float) -> float:
-    """1 / (1 − p): what it can give at most."""
+    """1 / (1 − p): what a part of the time can give the whole at most, however fast it becomes."""
     return 1.0 / (1.0 - part) if part < 1.0 else float("inf")
 
 

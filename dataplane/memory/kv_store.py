@@ -38,10 +38,6 @@ class KVStore:
         """Bytes of the pool on the device."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
-    @property
-    def host_nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.host_keys, *self.host_values))
-
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, H_k, d] at `slots` [T] = block · block_size + offset."""
         flat = (self.kv_heads, self.num_blocks * self.block_size, self.head_dim)

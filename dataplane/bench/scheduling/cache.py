@@ -15,7 +15,11 @@ from dataplane.bench.scheduling.case import MANY, SchedulerCase, Section, pool
 from dataplane.bench.simulated import simulate
 from dataplane.bench.traces import MOONCAKE_BLOCK, Trace, TraceMissingError, TraceRow, Traces
 from dataplane.bench.workload import mean, percentile, requests_of_trace
+from dataplane.hardware.hit_area import trace_saving
+from dataplane.protocol import RequestOutput
 from dataplane.scheduling.config import QueueOrder, SchedulerConfig
+from dataplane.scheduling.plan import Plan
+from dataplane.scheduling.scheduler import Scheduler
 
 ORDERS = (QueueOrder.FCFS, QueueOrder.CACHE_AWARE)
 BUDGET = 8192
@@ -50,9 +54,11 @@ def regimes(speed: float) -> tuple[Regime, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """One order in one regime. `hits` is the share of prompt tokens found; times are in seconds."""
+    """One order in one regime. `hits` is the share of prompt tokens found, and so of the linear work saved; of the
+    attention `attention` is (the hit area of the whole trace). Times are in seconds."""
 
     hits: float
+    attention: float
     ttft_mean: float
     ttft_p50: float
     ttft_p99: float
@@ -67,9 +73,19 @@ def run_cached(order: QueueOrder, trace: Trace, regime: Regime, case: SchedulerC
     rows: Iterable[TraceRow] = trace.rows
     if not regime.speed:
         rows = (replace(row, arrival=APART_S * number) for number, row in enumerate(rows))
-    outcome = simulate(requests_of_trace(rows, regime.speed or 1.0), config, kv, cost=case.cost)
+    found: list[tuple[int, int]] = []
+
+    def watch(_scheduler: Scheduler, _plan: Plan, outputs: list[RequestOutput], _now: float) -> None:
+        found.extend(
+            (output.cached_tokens, trace.rows[int(output.request_id)].prompt)
+            for output in outputs
+            if output.finish is not None
+        )
+
+    outcome = simulate(requests_of_trace(rows, regime.speed or 1.0), config, kv, cost=case.cost, watch=watch)
     return CacheUse(
         hits=outcome.hit_share,
+        attention=trace_saving(found).attention,
         ttft_mean=mean(outcome.ttft),
         ttft_p50=percentile(outcome.ttft, 0.5),
         ttft_p99=percentile(outcome.ttft, 0.99),
@@ -107,6 +123,7 @@ def _table(trace: Trace, speed: float, found: dict[str, dict[str, CacheUse]]) ->
         (
             f"{regime}: {order}",
             f"{use.hits:.1%}",
+            f"{use.attention:.1%}",
             f"{use.ttft_mean:,.0f} ({use.ttft_mean / by_order[QueueOrder.FCFS].ttft_mean:.2f}x)",
             f"{use.ttft_p50:,.0f}",
             f"{use.ttft_p99:,.0f}",
@@ -120,7 +137,17 @@ def _table(trace: Trace, speed: float, found: dict[str, dict[str, CacheUse]]) ->
     return Table(
         f"Cache-aware order, {trace.name} (n = {len(trace.rows)}, played at {speed:g} of its speed), {POOL} "
         f"blocks of {MOONCAKE_BLOCK} tokens",
-        ("regime: order", "token hits", "TTFT mean s", "p50", "p99", "max", "prefill tokens", "tokens/s"),
+        (
+            "regime: order",
+            "token hits",
+            "attention saved",
+            "TTFT mean s",
+            "p50",
+            "p99",
+            "max",
+            "prefill tokens",
+            "tokens/s",
+        ),
         rows,
         "Controls: a pool that all fits in has the same hits in any order, and without a queue there is nothing to "
         "order. Groups by hit ratio favour short prompts too, which lowers the mean TTFT by itself. Prompts are "

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from dataplane.bench import roofline
 from dataplane.bench.kernel_tables import KernelTable, read_tables
+from dataplane.bench.report import Report
 from dataplane.errors import ConfigError
 from dataplane.hardware.costmodel import causal_pairs, touched_experts
-from dataplane.hardware.datagate import IN_CACHE, OVER_COMPUTE, gate, ratios
+from dataplane.hardware.datagate import IN_CACHE, OVER_COMPUTE, gate, ratios, violations
 from dataplane.hardware.datasheets import H200
 
 PUBLISHED = Path(__file__).parents[4] / "shared" / "traces" / "aiconfigurator"
@@ -99,6 +101,18 @@ def test_a_table_that_implies_47_times_the_peak_is_thrown_out(tmp_path: Path) ->
     assert len(gated.kept) == 1
 
 
+def test_the_bench_counts_violations_before_the_gate_after_it_and_under_half_a_device(tmp_path: Path) -> None:
+    false = {**GEMM, "m": 16384, "latency": 1e3 * 2 * 16384 * 4096**2 / (47 * 989e12)}
+    write(tmp_path, "h200_gemm_perf.parquet", GEMM, {**GEMM, "latency": 1.0}, false)
+    report = Report("roofline", {}, 0)
+    roofline._published(report, tmp_path)
+    found = report.results["h200"]["product, bfloat16"]
+    assert found["dropped"] == {OVER_COMPUTE: 1}
+    assert [row["row"] for row in report.results["dropped"]] == ["gemm_dtype=bfloat16 m=16384 n=4096 k=4096"]
+    assert (found["violations_before"], found["violations"]) == (1, 0)
+    assert found["violations_at_half"] == 1, "the one at 0.7 of the peak, not the one at 0.14"
+
+
 @pytest.mark.parametrize("latency", [None, 0.0, -1.0, float("nan")])
 def test_a_row_without_a_time_is_dropped_by_the_gate(tmp_path: Path, latency: float | None) -> None:
     rows = only(write(tmp_path, "h200_gemm_perf.parquet", GEMM, {**GEMM, "latency": latency})).rows
@@ -137,6 +151,9 @@ def test_the_h200_tables_lie_under_the_roofline_where_they_are_known_to() -> Non
     assert {name: dict(found.reasons) for name, found in gated.items() if found.dropped} == {
         "product, bfloat16": {IN_CACHE: 3}
     }
+    assert sum(violations(table.rows, CEILINGS) for table in tables.values()) == 3
+    assert sum(violations(found.kept, CEILINGS) for found in gated.values()) == 0
+    assert sum(violations(found.kept, CEILINGS.halved()) for found in gated.values()) > 1000
 
     def large(name: str) -> float:
         kept = [row for row in gated[name].kept if CEILINGS.seconds(row.expected) >= 2e-4]

@@ -39,9 +39,18 @@ def test_the_whole_bench_runs_and_writes_what_its_docstring_says(tiny: Path, tmp
     results = json.loads(path.read_text())["results"]
     assert results["kv_bytes_per_token"]["DeepSeek-V3"] == 70_272
     assert round(results["devices"]["H200 SXM 141 GB"]["critical_batch"]) == 206
-    assert results["cpu"]["violations"] == 0
-    assert all(row["seconds"] > 0 for row in results["cpu"]["operators"].values())
+    cpu = results["cpu"]
+    assert cpu["violations"] == 0
+    assert cpu["violations_before"] <= len(cpu["dropped"])
+    assert all(row["seconds"] > 0 for row in cpu["operators"].values())
+    # x, W and y of one product in fp32, two FLOPs for each weight.
+    moved = 4 * (64 * 128 + 64 + 128)
+    assert cpu["operators"]["linear 1 x 64 → 128"]["intensity"] == pytest.approx(2 * 64 * 128 / moved)
+    assert cpu["critical_batch_fp32"] == pytest.approx(2 * cpu["balance"])
+    assert results["loading"]["copies"] == cpu["bandwidth"] / 2
+    assert results["loading"]["pays"] == (results["loading"]["copies"] > results["loading"]["pays_from"] > 0)
     assert [hit["ratio"] for hit in results["engine"]["hits"]] == [0.0, 0.3, 0.6, 0.9]
+    assert all(1.0 <= hit["gain_predicted"] <= hit["gain_bound"] for hit in results["engine"]["hits"])
     assert "TTFT of the engine with prefix hits" in ran.output
 
 
@@ -71,16 +80,19 @@ def test_the_control_is_no_part_of_any_prediction(tiny: Path) -> None:
     steps = [MeasuredStep(size, 0.1 + 0.01 * size.tokens) for size in sizes]
     model = StepModel.fit(steps, "planted", ("step", "tokens"))
 
-    def hits(tpot: float) -> list[tuple[float, float, float]]:
+    def hits(tpot: float) -> list[tuple[float, float, float, float]]:
         measured = {0.0: [(1.0, tpot)], 0.9: [(0.3, tpot)]}
         compared = bench._compare(model, model.residuals, (0.0, 0.9), measured)
-        return [(hit.by_area, hit.by_steps, hit.gain_predicted) for hit in compared.hits]
+        return [(hit.by_area, hit.by_steps, hit.gain_predicted, hit.gain_bound) for hit in compared.hits]
 
     quick, slow = hits(0.01), hits(0.02)
     assert [hit[:2] for hit in quick] == [hit[:2] for hit in slow]
     assert quick[0][0] > quick[1][0], "a hit is credited to TTFT"
     assert quick[0][1] > quick[1][1]
     assert quick[1][2] > slow[1][2] > 1.0, "the more of the time is decode, the less a hit is worth"
+    # By hand: 0.1 s of the prefill is for no token, so that a hit can save 0.9 of 1.16 s at most.
+    assert quick[1][3] == pytest.approx(1.16 / 0.26)
+    assert slow[1][3] < quick[1][3]
     assert DECODED > 1
 
 

@@ -240,6 +240,8 @@ def test_an_order_by_hits_finds_more_in_a_small_cache_and_nothing_more_in_a_larg
     assert aware.ttft_mean < fcfs.ttft_mean
     fcfs, aware = (cache.run_cached(order, trace, large, CASE) for order in cache.ORDERS)
     assert aware.hits == pytest.approx(fcfs.hits, abs=0.02)
+    # Whoever finds its six blocks of seven saves 36/49 of its attention, and 6/7 of the rest.
+    assert fcfs.attention == pytest.approx(fcfs.hits * 6 / 7)
 
 
 def test_without_a_queue_an_order_changes_nothing() -> None:

@@ -17,6 +17,7 @@ from dataplane.hardware.datagate import (
     calibrate,
     gate,
     ratios,
+    violations,
 )
 from dataplane.hardware.figure import FigureKind
 
@@ -62,6 +63,17 @@ def test_an_assumption_is_compared_and_never_dropped_for() -> None:
     gated = gate([row], DEVICE)
     assert gated.kept == (row,)
     assert ratios(gated.kept, DEVICE) == [pytest.approx(2.0)]
+
+
+def test_violations_are_counted_without_the_gate() -> None:
+    """One row above each ceiling and one without a time; half a device has too little for those at 62 %."""
+    honest = [Measured("compute", 1.6, (HEAVY,)), Measured("memory", 1.6, (WIDE,)), Measured("slow", 4.0, (WIDE,))]
+    false = [Measured("flops", 0.9, (HEAVY,)), Measured("bytes", 0.9, (WIDE,)), Measured("none", math.nan, (WIDE,))]
+    assert violations([*honest, *false], DEVICE) == 3
+    kept = gate([*honest, *false], DEVICE).kept
+    assert [row.label for row in kept] == ["compute", "memory", "slow"]
+    assert violations(kept, DEVICE) == 0
+    assert violations(kept, DEVICE.halved()) == 2
 
 
 def test_a_calibration_finds_what_is_reached_and_scores_it_on_other_rows() -> None:

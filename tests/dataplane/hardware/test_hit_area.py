@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.hardware.geometry import LLAMA_3_1_8B, StepSize, totals
+from dataplane.hardware.geometry import DEEPSEEK_V3, LLAMA_3_1_8B, StepSize, totals
 from dataplane.hardware.hit_area import (
     FirstToken,
-    amdahl,
     amdahl_bound,
     area_saved,
-    attention_saved,
-    attention_weight,
     capacity_gain,
     hit_tokens,
     trace_saving,
@@ -40,15 +37,28 @@ def test_the_saved_share_is_that_of_the_flops(prompt: int, ratio: float) -> None
     cached = hit_tokens(int(ratio * prompt), prompt, 16)
     cold, _ = totals(model.step(StepSize.prefill(prompt, rows=0)))
     warm, _ = totals(model.step(StepSize.prefill(prompt - cached, cached, rows=0)))
-    kappa = attention_weight(model.layers, model.heads, model.head_dim, prompt, model.active_parameters)
-    assert kappa == pytest.approx(model.kappa_per_token * prompt)
+    kappa = model.kappa_per_token * prompt
+    assert kappa == pytest.approx(model.layers * model.heads * model.head_dim * prompt / model.active_parameters)
     assert area_saved(cached / prompt, kappa) == pytest.approx(1 - warm / cold, abs=1 / prompt)
 
 
-def test_the_attention_saved_is_the_square_of_the_ratio() -> None:
-    whole, left = StepSize.prefill(1000), StepSize.prefill(400, 600)
-    assert attention_saved(600, 1000) == pytest.approx(1 - left.pairs / whole.pairs)
-    assert attention_saved(600, 1000) == pytest.approx(0.36, abs=1e-3)
+def test_latent_attention_saves_what_a_decompressed_prefill_does() -> None:
+    """Less what it takes to decompress the hit; an absorbed prefill has over three times the FLOPs a pair."""
+    model, prompt, cached = DEEPSEEK_V3, 8192, 4096
+    cold, warm = StepSize.prefill(prompt, rows=0), StepSize.prefill(prompt - cached, cached, rows=0)
+    area = area_saved(0.5, model.kappa_per_token * prompt)
+    decompressed, absorbed = (
+        1 - totals(model.step(warm, absorbed=how))[0] / totals(model.step(cold, absorbed=how))[0]
+        for how in (False, True)
+    )
+    again = 2 * 61 * 512 * 128 * (128 + 128) * cached
+    assert decompressed + again / totals(model.step(cold, absorbed=False))[0] == pytest.approx(area, abs=1e-4)
+    assert absorbed < area - 0.05
+
+
+def test_without_latent_attention_there_is_nothing_to_absorb() -> None:
+    size = StepSize.prefill(100, 50)
+    assert LLAMA_3_1_8B.step(size) == LLAMA_3_1_8B.step(size, absorbed=False)
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1])
@@ -79,10 +89,10 @@ def test_capacity_grows_with_prefills_share_of_the_time() -> None:
         capacity_gain(1.5, 0.5)
 
 
-def test_amdahl_stays_below_its_bound_and_reaches_it() -> None:
-    assert amdahl(0.6, 2) == pytest.approx(1 / 0.7)
-    assert all(amdahl(0.6, x) < amdahl_bound(0.6) for x in (2, 10, 1e6))
-    assert amdahl(0.6, 1e12) == pytest.approx(amdahl_bound(0.6)) == pytest.approx(2.5)
+def test_the_gain_stays_below_amdahls_bound_and_reaches_it() -> None:
+    assert all(capacity_gain(0.6, saved) < amdahl_bound(0.6) for saved in (0.0, 0.5, 0.99))
+    assert capacity_gain(0.6, 1.0) == pytest.approx(amdahl_bound(0.6)) == pytest.approx(2.5)
+    assert capacity_gain(1.0, 1.0) == amdahl_bound(1.0) == float("inf")
 
 
 @pytest.mark.parametrize(("flops", "gigabytes"), [(8 * 312e12, 6), (8 * 989e12, 19)])

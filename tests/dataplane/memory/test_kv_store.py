@@ -72,5 +72,6 @@ def test_the_pairs_of_one_list_act_one_after_the_other() -> None:
 def test_host_memory_is_counted_apart_and_absent_by_default() -> None:
     store = filled()
     block = BLOCK * shape().kv_bytes_per_token
-    assert (store.nbytes, store.host_nbytes) == (BLOCKS * block, HOST * block)
-    assert KVStore(shape(), BLOCKS, BLOCK).host_nbytes == 0
+    assert store.nbytes == BLOCKS * block
+    assert sum(tensor.nbytes for tensor in (*store.host_keys, *store.host_values)) == HOST * block
+    assert not any(tensor.numel() for tensor in KVStore(shape(), BLOCKS, BLOCK).host_keys)
