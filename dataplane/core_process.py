@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -214,7 +215,11 @@ def _build(options: argparse.Namespace) -> EngineCore:
     from dataplane.config import EngineConfig
     from dataplane.engine import EngineCore
 
-    return EngineCore(EngineConfig.resolve(options.model, boot_epoch=options.epoch, **json.loads(options.options)))
+    core = EngineCore(EngineConfig.resolve(options.model, boot_epoch=options.epoch, **json.loads(options.options)))
+    # What is there now stays: the garbage collector need not walk through it in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    return core
 
 
 def _fault(link: CoreEndpoint, error: Exception) -> int:

@@ -8,6 +8,7 @@ requests are preempted and computed again all the time, and at the end every blo
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -108,13 +109,19 @@ class Decoding:
 
 
 def measure(several: Sequence[Decoding]) -> list[StepTimes]:
-    """`MEASURED` steps of each, taken in turns, so that whatever else the machine does meets all of them."""
+    """`MEASURED` steps of each, taken in turns, so that whatever else the machine does meets all of them.
+
+    What was there before is out of the garbage collector's sight, as in the core that serves.
+    """
+    gc.collect()
+    gc.freeze()
     for each in several:
         each.fill(MEASURED + 1)
     steps: list[list[tuple[float, float]]] = [[] for _ in several]
     for _ in range(MEASURED):
         for each, found in zip(several, steps, strict=True):
             found.append(each.step())
+    gc.unfreeze()
     return [each.times(found) for each, found in zip(several, steps, strict=True)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from dataplane.core_link import CoreEndpoint, FrontEndpoint
-from dataplane.core_process import STATS_INTERVAL_S, CoreLoop
+from dataplane.core_process import STATS_INTERVAL_S, CoreLoop, _build
 from dataplane.protocol import (
     AbortRequests,
     AddRequest,
@@ -33,6 +35,7 @@ from dataplane.protocol import (
     StepOutput,
 )
 from dataplane.request import RequestError
+from tests.factories.models import tiny_config, write_safetensors
 
 EPOCH = 3
 END = CoreFault(boot_epoch=EPOCH, error="end of the test")
@@ -246,3 +249,15 @@ def test_a_core_whose_front_is_already_gone_does_not_start() -> None:
     arguments = ["--address", "ipc:///nowhere", "--epoch", "1", "--parent", "1", "--model", "smollm2", "--beat", "1"]
     done = subprocess.run([sys.executable, "-m", "dataplane.core_process", *arguments], timeout=120, check=False)
     assert done.returncode == 0
+
+
+def test_what_was_loaded_is_out_of_the_garbage_collectors_sight(tmp_path: Path) -> None:
+    """A full collection walks through every object of torch: a fifth of a second, in the middle of a step."""
+    write_safetensors(tmp_path, tiny_config())
+    before = gc.get_freeze_count()
+    core = _build(argparse.Namespace(model=str(tmp_path), epoch=EPOCH, options="{}"))
+    try:
+        assert gc.get_freeze_count() > before + 10_000
+    finally:
+        gc.unfreeze()
+        core.close()
