@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llguidance import LLParserLimits
 
 from dataplane.llm import DEFAULT_PARAMS, LLM, Completion
-from dataplane.protocol import FinishReason, Grammar, GrammarKind, SamplingParams
+from dataplane.protocol import EngineRequest, FinishReason, Grammar, GrammarKind, SamplingParams
 from dataplane.request import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -275,3 +276,22 @@ def test_a_conflict_in_the_middle_of_an_answer_ends_it_as_a_refusal_and_harms_no
     assert "bad_words" in completion.error
     (again,) = llm.generate([prompt], GREEDY)
     assert again.cached_tokens == (len(again.prompt_token_ids) - 1) // 16 * 16 > 0
+
+
+def test_a_grammar_that_meets_its_bound_on_work_in_an_answer_is_a_refusal_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.core._grammars, "_limits", LLParserLimits(step_lexer_fuel=300, verbose_errors=False))
+    hard = Grammar(kind=GrammarKind.REGEX, text="one two three four five six seven (.*a.*c){30}")
+    params = SamplingParams(temperature=0.0, max_tokens=20, grammar=hard)
+    llm.core.add(EngineRequest(request_id="hard", prompt_token_ids=[5, 6], params=params, arrived_at=0.0))
+    outputs = [output for _ in range(20) for output in llm.core.step()]
+    assert len(outputs) == 8
+    last = outputs[-1]
+    assert (last.finish, last.error_code, last.error_param) == (
+        FinishReason.ERROR,
+        "constraint_unsatisfiable",
+        "structured_outputs",
+    )
+    assert last.error is not None
+    assert last.error.startswith("the text cannot go on in its grammar: lexer error")
