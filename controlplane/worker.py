@@ -248,11 +248,15 @@ class BeatKeeper:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Let the running beat release its lock, if it does so at once."""
+    def ask(self) -> None:
+        """Start the running beat's end, which comes when it wakes; harmless when repeated."""
         self._stopping.set()
         if self._service is not None:
             self._service.stop()
+
+    def stop(self) -> None:
+        """Let the running beat release its lock, if it does so at once."""
+        self.ask()
         if self._thread.is_alive():  # a worker that never became ready has no beat
             self._thread.join(timeout=2 * BEAT_INTERVAL_S)
 
@@ -309,7 +313,11 @@ def _connect(app: Worker, keeper: BeatKeeper) -> None:
         keeper.start()
         log.info("worker is ready", extra={"jobs": ", ".join(sorted(app.conf.beat_schedule))})
 
+    def shutting_down(**_: Any) -> None:
+        keeper.ask()  # it ends while the pool does
+
     signals.setup_logging.connect(logging_is_set_up, weak=False)
     signals.worker_process_init.connect(child_started, weak=False)
     signals.worker_process_shutdown.connect(child_ends, weak=False)
     signals.worker_ready.connect(ready, weak=False)
+    signals.worker_shutting_down.connect(shutting_down, weak=False)

@@ -26,6 +26,7 @@ class Child:
         self.pid = process.pid
         self._process = process
         self.pidfd: int | None = os.pidfd_open(process.pid)
+        self._asked = False
 
     @property
     def returncode(self) -> int | None:
@@ -47,9 +48,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def ask(self, number: signal.Signals) -> None:
+        """Ask it once to end, however often this is called: a second signal means hurry to many programs."""
+        if not self._asked:
+            self._asked = True
+            self.send(number)
+
     def stop(self, number: signal.Signals, grace: float) -> int:
         """Ask with `number`, wait `grace` seconds, then kill the whole group. Returns the exit status."""
-        self.send(number)
+        self.ask(number)
         status = self.wait(grace)
         self.send_group(signal.SIGKILL)
         if status is None:

@@ -38,6 +38,8 @@ DEMO_SERVED = "smollm2-135m-instruct"
 GATEWAY_ID = "gateway-0"
 STOP_ORDER = ("gateway", "replica", "worker", "control", "valkey", "postgres")
 """Requests end first, then those who report about them, then those who store it."""
+STOP_EARLY = ("worker",)
+"""Serves no request and takes its seconds to end, so it ends beside those that do."""
 ROUTED_WITHIN_S = 30.0
 TIDEGATE = (sys.executable, "-P", "-m", "controlplane")
 
@@ -152,7 +154,7 @@ class Stack:
 
     def stop(self) -> bool:
         """Stop in order; False when it had to be cut short."""
-        orderly = self._supervisor.stop(STOP_ORDER) if self._supervisor is not None else True
+        orderly = self._supervisor.stop(STOP_ORDER, early=STOP_EARLY) if self._supervisor is not None else True
         self._supervisor = None
         if self._opened:
             self.home.close()

@@ -104,6 +104,41 @@ def test_units_stop_in_the_given_order_then_the_youngest_first(stage: Stage) -> 
     assert stopped == ["front", "writer", "helper", "store"]
 
 
+def test_an_early_unit_ends_beside_the_others_and_is_asked_once(stage: Stage) -> None:
+    """`front` ends only after it has seen `slow` get its signal; `slow` would end with 7 on a second one."""
+    asked = stage.folder / "asked"
+    slow = f"""
+import pathlib, signal, sys, time
+def heard(*_):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    pathlib.Path({str(asked)!r}).touch()
+    time.sleep(0.5)
+    print("orderly", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, heard)
+print("armed", flush=True)
+signal.pause()
+"""
+    front = f"""
+import pathlib, signal, sys, time
+def heard(*_):
+    while not pathlib.Path({str(asked)!r}).exists():
+        time.sleep(0.01)
+    print("orderly", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, heard)
+print("armed", flush=True)
+signal.pause()
+"""
+    stage.supervisor.launch([stage.unit("store"), stage.unit("slow", slow), stage.unit("front", front, grace=8.0)])
+    logs = [stage.folder / "slow.log", stage.folder / "front.log"]
+    assert processes.wait_until(lambda: all("armed" in log.read_text() for log in logs))
+    assert stage.supervisor.stop(["front", "slow"], early=["slow"])
+    assert all(log.read_text() == "armed\norderly\n" for log in logs)
+    stopped = [name for event, name in stage.recorder.events if event == "stopping"]
+    assert stopped == ["front", "slow", "store"]
+
+
 def test_a_unit_that_ends_while_starting_fails_the_start_with_its_last_words(stage: Stage) -> None:
     broken = stage.unit(
         "broken", "print('the model file is torn', flush=True); raise SystemExit(3)", ready=lambda: False
