@@ -170,7 +170,7 @@ class RequestOutput(Message, frozen=True, kw_only=True, gc=False):
     kv_block_seconds: float = 0.0
     device_seconds: float = 0.0
     error: str | None = None
-    logprobs: list[TokenLogprob] = []
+    logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids`, where they were asked for."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One for each prompt token but the first, which has None; with the first output only."""

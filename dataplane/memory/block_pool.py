@@ -102,7 +102,7 @@ class BlockPool:
                     self.to_clear.append(block.block_id)
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
-        """Index `blocks`, which are full and follow `parent`, under `hashes`; `tokens` are their contents."""
+        """Index `blocks`, full ones that follow `parent`, under `hashes`; `tokens`, their contents, are for events."""
         fresh = [self._index(block, key) for block, key in zip(blocks, hashes, strict=True)]
         if not self.events.enabled:
             return

@@ -367,12 +367,8 @@ class KVManager:
         self._extend_hashes(request)
         start, size = table.hashed, self.block_size
         parent = request.block_hashes[start - 1] if start else None
-        self.pool.cache(
-            table.blocks[start:full],
-            request.block_hashes[start:full],
-            parent,
-            request.tokens[start * size : full * size],
-        )
+        told = request.tokens[start * size : full * size] if self.pool.events.enabled else []
+        self.pool.cache(table.blocks[start:full], request.block_hashes[start:full], parent, told)
         table.hashed = full
 
 

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from dataplane.protocol import Histogram, MemoryCounters, SchedulingCounters, ServiceCounters, TenantService
@@ -48,14 +49,14 @@ class Accounting:
         self.memory.prefix_hits += cached
         self.memory.host_hits += request.found_in_host
         self.memory.remote_hits += request.found_remotely
-        self.tenant(request).cached_tokens += found
+        self.tenant(request.tenant).cached_tokens += found
 
     def computed(self, request: Request) -> None:
         """Count prompt tokens the first time they are computed or found; a recompute serves nobody anew."""
         served = min(request.computed, request.prompt_len)
         if served > request.served_prompt:
             self.scheduling.prompt_tokens += served - request.served_prompt
-            self.tenant(request).prompt_tokens += served - request.served_prompt
+            self.tenant(request.tenant).prompt_tokens += served - request.served_prompt
             request.served_prompt = served
 
     def generated(self, sampled: Iterable[tuple[Request, int]], now: float, *, with_prefill: bool) -> None:
@@ -70,7 +71,7 @@ class Accounting:
                 self.service.itl_with_prefill.record(max(0.0, now - request.last_token) / count, count)
             request.last_token = now
             total += count
-            (tenants.get(request.tenant) or self.tenant(request)).output_tokens += count
+            (tenants.get(request.tenant) or self.tenant(request.tenant)).output_tokens += count
         self.scheduling.output_tokens += total
 
     def preempted(self, how: Preemption) -> None:
@@ -83,32 +84,38 @@ class Accounting:
         self.scheduling.wasted_tokens += tokens
 
     def finished(self, request: Request) -> None:
-        self.tenant(request).finished += 1
+        self.tenant(request.tenant).finished += 1
 
     def charge_blocks(self, request: Request, held: int, now: float) -> None:
         """Charge `held` blocks since the last time; a shared block is charged to each of its holders."""
         spent = held * max(0.0, now - request.kv_since)
         request.kv_since = now
         request.kv_block_seconds += spent
-        self.tenant(request).kv_block_seconds += spent
+        self.tenant(request.tenant).kv_block_seconds += spent
 
     def charge_time(self, plan: Plan, seconds: float, live: Iterable[Request]) -> None:
         """Share a step's time out by tokens scheduled; what a request that is gone used is nobody's."""
         if not plan.tokens:
             return
-        each = seconds / plan.total_tokens
+        total, tokens, tenants = plan.total_tokens, plan.tokens, self.scheduling.tenants
+        each = seconds / total
         if not each:
             return
-        tokens, tenants = plan.tokens, self.scheduling.tenants
+        if total == len(tokens) and not plan.new:
+            for request in live:
+                request.device_seconds += each
+            for name, count in Counter([request.tenant for request in live]).items():
+                self.tenant(name).device_seconds += each * count
+            return
         for request in live:
             share = each * tokens.get(request.request_id, 0)
             request.device_seconds += share
-            (tenants.get(request.tenant) or self.tenant(request)).device_seconds += share
+            (tenants.get(request.tenant) or self.tenant(request.tenant)).device_seconds += share
 
-    def tenant(self, request: Request) -> TenantService:
-        """The tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
+    def tenant(self, name: str) -> TenantService:
+        """A tenant's counters; beyond `MAX_TENANTS` names they are counted together."""
         tenants = self.scheduling.tenants
-        found = tenants.get(request.tenant)
+        found = tenants.get(name)
         if found is not None:
             return found
-        return tenants.setdefault(request.tenant if len(tenants) < MAX_TENANTS else OTHER_TENANTS, TenantService())
+        return tenants.setdefault(name if len(tenants) < MAX_TENANTS else OTHER_TENANTS, TenantService())

@@ -303,7 +303,7 @@ class Roster:
         if request.state is RequestState.RUNNING and len(request.tokens) - request.prompt_len > len(tokens):
             if not logprobs:
                 return RequestOutput(request_id=request.request_id, token_ids=tokens)
-            return RequestOutput(request_id=request.request_id, token_ids=tokens, logprobs=list(logprobs))
+            return RequestOutput(request_id=request.request_id, token_ids=tokens, logprobs=tuple(logprobs))
         prompt_logprobs = None
         if tokens and request.prompt_logprobs:
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
@@ -320,7 +320,7 @@ class Roster:
             error=request.error,
             error_code=request.refusal.code if request.refusal else None,
             error_param=request.refusal.param if request.refusal else None,
-            logprobs=list(logprobs),
+            logprobs=tuple(logprobs),
             prompt_logprobs=prompt_logprobs,
             host_tokens=request.host_cached,
         )

@@ -267,11 +267,11 @@ class Scheduler(Roster):
         if self.waiting.by_service:
             for request, count in counts:
                 self.waiting.served(request, output_tokens=count)
-        outputs = []
+        outputs, scored = [], result.logprobs
         for request, tokens, state, stop_reason in taken:
             if state is not None:
                 self._finish(request, state, now)
-            logprobs = result.logprobs.get(request.request_id, ())[: len(tokens)] if result.logprobs else ()
+            logprobs = scored.get(request.request_id, ())[: len(tokens)] if scored else ()
             outputs.append(self._output(request, tokens, stop_reason, logprobs))
         return outputs
 
