@@ -399,10 +399,10 @@ class ReportAck(Message, frozen=True, kw_only=True):
 
 
 class GatewayCounters(Tally, kw_only=True):
-    """`accepted` requests passed authentication; each ends in exactly one of `finished` (by OpenAI finish
-    reason), `refused` (by reason), `failed` (by cause) or `cancelled`. TTFT runs from acceptance; requests
-    that were not streamed have none. `ttft` is the first token of any kind, `ttft_visible` the first that
-    carries text the client shows. `tpot` is (last − first)/(n − 1) per request.
+    """`accepted` requests were taken by a replica, or ended otherwise than refused. Each request ends in exactly one
+    of `finished` (by OpenAI finish reason), `refused` (by reason), `failed` (by cause) or `cancelled`. TTFT runs from
+    acceptance; requests that were not streamed have none. `ttft` is the first token of any kind, `ttft_visible` the
+    first that carries text the client shows. `tpot` is (last − first)/(n − 1) per request.
     """
 
     accepted: int = 0

@@ -34,6 +34,8 @@ KNOWN_CODES = frozenset(
         "invalid_value",
         "invalid_type",
         "invalid_request",
+        "invalid_grammar",
+        "constraint_unsatisfiable",
         "missing_parameter",
         "missing_required_parameter",
         "unknown_parameter",

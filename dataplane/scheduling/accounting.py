@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from dataplane.protocol import Histogram, MemoryCounters, SchedulingCounters, ServiceCounters, TenantService
-from dataplane.request import Request
+from dataplane.request import Request, RequestState
 from dataplane.scheduling.config import Preemption
 from dataplane.scheduling.plan import Plan
 
@@ -59,10 +59,17 @@ class Accounting:
             self.tenant(request.tenant).prompt_tokens += served - request.served_prompt
             request.served_prompt = served
 
-    def generated(self, sampled: Iterable[tuple[Request, int]], now: float, *, with_prefill: bool) -> None:
-        """So many tokens came out of each request; the gap before them is kept apart when prefill shared the step."""
+    def generated(
+        self,
+        taken: Iterable[tuple[Request, list[int], RequestState | None, int | None]],
+        now: float,
+        *,
+        with_prefill: bool,
+    ) -> None:
+        """Each request yielded tokens, and may have ended; the gap before them is kept apart when prefill shared it."""
         total, tenants = 0, self.scheduling.tenants
-        for request, count in sampled:
+        for request, tokens, _, _ in taken:
+            count = len(tokens)
             if request.first_token is None:
                 request.first_token = now
             elif with_prefill and request.last_token is not None:

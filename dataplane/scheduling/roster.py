@@ -301,8 +301,6 @@ class Roster:
     ) -> RequestOutput:
         """What to tell of `tokens`; what is told of the request itself goes with its first output and its last."""
         if request.state is RequestState.RUNNING and len(request.tokens) - request.prompt_len > len(tokens):
-            if not logprobs:
-                return RequestOutput(request_id=request.request_id, token_ids=tokens)
             return RequestOutput(request_id=request.request_id, token_ids=tokens, logprobs=tuple(logprobs))
         prompt_logprobs = None
         if tokens and request.prompt_logprobs:

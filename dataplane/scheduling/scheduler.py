@@ -241,37 +241,40 @@ class Scheduler(Roster):
 
     def _landed(self, plan: Plan) -> list[Request]:
         """Those of a step who still run, now that its result is in. The others may have waited for it to end."""
-        live = []
-        for request in self._flights.land(plan.step):
-            if request.state is RequestState.RUNNING:
-                live.append(request)
-                continue
-            self.accounts.wasted(plan.tokens.get(request.request_id, 0))
-            if not request.in_flight:
-                del self._flights.leaving[request.request_id]
-                self._release(request)
+        running = RequestState.RUNNING
+        landed = self._flights.land(plan.step)
+        live = [request for request in landed if request.state is running]
+        if len(live) < len(landed):
+            for request in landed:
+                if request.state is not running:
+                    self.accounts.wasted(plan.tokens.get(request.request_id, 0))
+                    if not request.in_flight:
+                        del self._flights.leaving[request.request_id]
+                        self._release(request)
         return live
 
     def _take(self, live: list[Request], plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:
-        """The tokens that running requests yielded."""
-        samples, errors, ahead = plan.samples, result.errors, self._ahead
+        """The tokens that running requests yielded. What is between a request's first output and its last is tokens."""
+        samples, errors, sampled, eos, ahead = plan.samples, result.errors, result.tokens, self._eos, self._ahead
         taken = []
         for request in live:
             request_id = request.request_id
             if request_id in samples and request_id not in errors:
                 if ahead:
                     request.placeholders -= 1
-                taken.append((request, *take_until_stop(request, result.tokens[request_id], self._eos)))
-        counts = [(entry[0], len(entry[1])) for entry in taken]
-        self.accounts.generated(counts, now, with_prefill=plan.prefill_tokens > 0)
+                taken.append((request, *take_until_stop(request, sampled[request_id], eos)))
+        self.accounts.generated(taken, now, with_prefill=plan.prefill_tokens > 0)
         if self.waiting.by_service:
-            for request, count in counts:
-                self.waiting.served(request, output_tokens=count)
+            for request, tokens, _, _ in taken:
+                self.waiting.served(request, output_tokens=len(tokens))
         outputs, scored = [], result.logprobs
         for request, tokens, state, stop_reason in taken:
+            if state is None and not scored and len(request.tokens) - request.prompt_len > len(tokens):
+                outputs.append(RequestOutput(request_id=request.request_id, token_ids=tokens))
+                continue
             if state is not None:
                 self._finish(request, state, now)
-            logprobs = scored.get(request.request_id, ())[: len(tokens)] if scored else ()
+            logprobs = scored.get(request.request_id, [])[: len(tokens)]
             outputs.append(self._output(request, tokens, stop_reason, logprobs))
         return outputs
 
