@@ -123,6 +123,16 @@ def test_chunks_shorten_the_gaps_and_delay_the_first_token() -> None:
     assert_frontier(found, throughput=0.02)  # so few requests that the last of them weigh
 
 
+def test_the_gain_of_chunks_and_their_price_grow_with_the_load() -> None:
+    lengths = [(900, 40)] * 60
+    capacity = chunking.run_chunk(None, lengths, CASE, None).throughput / 40
+    loads = chunking.by_load(lengths, CASE, capacity)
+    gains = [both["prefill-first"].itl_p99 / both["512"].itl_p99 for both in loads.values()]
+    assert list(loads) == [0.8, 0.9, 1.0, 1.1]
+    assert gains[-1] > gains[0] > 1
+    assert loads[1.1]["512"].ttft_p99 > loads[0.8]["512"].ttft_p99
+
+
 def test_where_prompts_are_shorter_than_a_chunk_there_is_nothing_to_cut() -> None:
     """The control: three tenths of the load, prompts of one block."""
     lengths = [(16, 40)] * 60
