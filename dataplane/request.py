@@ -159,7 +159,7 @@ class Request:
             placeholders=0,
             in_flight=0,
             admission=-1,
-            block_hashes=list(self.block_hashes),
+            block_hashes=[],
             kv_block_seconds=0.0,
             device_seconds=0.0,
             prompt_logprobs=[],

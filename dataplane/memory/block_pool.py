@@ -152,5 +152,7 @@ class BlockPool:
                 keyed += 1
                 if not self.index.holds(block.key, block):
                     raise IntegrityError(f"block {block.block_id} has a hash that the index does not know")
+                if block.suspect:
+                    raise IntegrityError(f"block {block.block_id} is not to be trusted and can be found")
         if keyed != len(self.index):
             raise IntegrityError(f"the prefix index holds {len(self.index)} blocks, {keyed} carry a hash")

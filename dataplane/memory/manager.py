@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from dataplane.errors import IntegrityError
 from dataplane.memory.block_pool import BlockPool
@@ -156,7 +155,8 @@ class KVManager:
         or that request holds nothing.
         """
         tables, count = self._tables, 0
-        for request in islice(requests, start, stop):
+        for index in range(start, min(stop, len(requests))):
+            request = requests[index]
             table = tables.get(request.request_id)
             known = request.computed + 1
             if table is None or known >= table.quiet:
@@ -195,10 +195,11 @@ class KVManager:
             self._replaced.pop(request.request_id, None)
         self.drop_swapped(request)
 
-    def discard(self, request: Request) -> None:
-        """Like `free`, but what the request held is not to be found again: its KV is not to be trusted.
+    def distrust(self, request: Request) -> None:
+        """What the request holds is not to be found from now on: its KV is not to be trusted.
 
-        Those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it back.
+        It and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
+        back.
         """
         table = self._tables.get(request.request_id)
         for block in table.blocks if table else ():
@@ -206,7 +207,6 @@ class KVManager:
                 self.host.distrust(block.key)
                 self.pool.forget(block)
             block.suspect = True
-        self.free(request)
 
     def scrub(self, blocks: Iterable[int]) -> None:
         """Have blocks cleared that a request holds and has no KV in yet."""
@@ -360,12 +360,18 @@ class KVManager:
         return root_hash(kv_format=self.kv_format, adapter=request.adapter, salt=request.salt, tenant=request.tenant)
 
     def _cache_full(self, request: Request, table: Table) -> None:
-        """Index the blocks that are full once the step being planned has run, and whose tokens are known."""
-        full = min(table.tokens, len(request.tokens)) // self.block_size
-        if not self.prefix_caching or full <= table.hashed:
+        """Index the blocks that are full once the step being planned has run, whose tokens are known.
+
+        One that is not to be trusted is not indexed, nor what follows it.
+        """
+        start, size = table.hashed, self.block_size
+        full = min(table.tokens, len(request.tokens)) // size
+        if not self.prefix_caching or full <= start:
+            return
+        full = next((index for index in range(start, full) if table.blocks[index].suspect), full)
+        if full == start:
             return
         self._extend_hashes(request)
-        start, size = table.hashed, self.block_size
         parent = request.block_hashes[start - 1] if start else None
         told = request.tokens[start * size : full * size] if self.pool.events.enabled else []
         self.pool.cache(table.blocks[start:full], request.block_hashes[start:full], parent, told)

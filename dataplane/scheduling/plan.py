@@ -66,7 +66,6 @@ class RemoteLoad:
 class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     """A request the executor holds: blocks appended to its table, tokens computed so far.
 
-
     Who only decodes on, one token after those that the executor computed, is in the plan's `tokens` and not here.
     `replaced` is (index, block id): an entry the table already had, now the request's own copy of what was shared.
     """

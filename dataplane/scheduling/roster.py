@@ -205,8 +205,10 @@ class Roster:
 
         What a load that failed left in its blocks is not to be trusted.
         """
-        for request, load, tokens in self._loads.take():
-            self.kv.scrub(load.blocks[tokens // self.kv.block_size :])
+        for request, load, loaded in self._loads.take():
+            whole = loaded // self.kv.block_size
+            tokens = whole * self.kv.block_size
+            self.kv.scrub(load.blocks[whole:])
             if request.state is RequestState.WAITING_FOR_REMOTE_KV:
                 request.computed += tokens
                 request.found_remotely = tokens
@@ -264,6 +266,9 @@ class Roster:
         parent.forks = (*parent.forks[:number], "", *parent.forks[number + 1 :])
         if parent.state is RequestState.RUNNING:
             self._forks_to_come -= 1
+            self._room.keep(parent)
+            self._room.promise(parent, self._room.forks(parent))
+        self.accounts.finished(child)
         return self._output(child, [])
 
     def _finish(self, request: Request, state: RequestState, now: float) -> None:
@@ -274,7 +279,9 @@ class Roster:
         self._deadlines.forget(request)
         if where is RequestState.RUNNING:
             self._leave_running(request, now)
-        elif where is not RequestState.WAITING_FOR_REMOTE_KV:
+        else:
+            self._accrue(request, now)
+        if where not in (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV):
             self._loads.loaded.pop(request.request_id, None)
             self.waiting.remove(request)
             self.batching.left(request)
@@ -283,13 +290,6 @@ class Roster:
         if request.in_flight:
             self._flights.leaving[request.request_id] = request
         elif where is not RequestState.WAITING_FOR_REMOTE_KV:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        """Give a finished request's blocks back; what those of a failed one hold may not be read."""
-        if request.state is RequestState.FINISHED_ERROR and request.refusal is None:
-            self.kv.discard(request)
-        else:
             self.kv.free(request)
 
     def _output(

@@ -161,7 +161,8 @@ class Scheduler(Roster):
     def _make_room(self, draft: Draft, request: Request, now: float) -> bool:
         """Free somebody's blocks for `request`: of those who were loaded and wait, or of the last who runs.
 
-        A decode that is itself the last gives its own up; a prefill waits with what it has. False: no more to gain.
+        Who is itself the last gives its own up, but for a prefill beside others in the step, which waits with what it
+        has. False: no more to gain.
         """
         if self._loads.loaded:
             self._unload(next(reversed(self._loads.loaded.values())), now)
@@ -226,7 +227,7 @@ class Scheduler(Roster):
         outputs, self._outputs = self._outputs, []
         if not plan.tokens:
             return outputs
-        live = self._landed(plan)
+        live = self._landed(plan, result)
         seconds = result.seconds.total
         self.accounts.charge_time(plan, seconds, live)
         self.preemption.observe(plan, seconds)
@@ -236,10 +237,12 @@ class Scheduler(Roster):
         for request_id, error in result.errors.items():
             if (request := self._requests.get(request_id)) is not None and request.state is RequestState.RUNNING:
                 request.error, request.refusal = error, result.refusals.get(request_id)
+                if request.refusal is None:
+                    self.kv.distrust(request)
                 outputs += self._end(request, RequestState.FINISHED_ERROR, now)
         return outputs + self._take(live, plan, result, now)
 
-    def _landed(self, plan: Plan) -> list[Request]:
+    def _landed(self, plan: Plan, result: StepResult) -> list[Request]:
         """Those of a step who still run, now that its result is in. The others may have waited for it to end."""
         running = RequestState.RUNNING
         landed = self._flights.land(plan.step)
@@ -248,9 +251,11 @@ class Scheduler(Roster):
             for request in landed:
                 if request.state is not running:
                     self.accounts.wasted(plan.tokens.get(request.request_id, 0))
+                    if request.request_id in result.errors:
+                        self.kv.distrust(request)
                     if not request.in_flight:
                         del self._flights.leaving[request.request_id]
-                        self._release(request)
+                        self.kv.free(request)
         return live
 
     def _take(self, live: list[Request], plan: Plan, result: StepResult, now: float) -> list[RequestOutput]:

@@ -26,10 +26,12 @@ def test_a_second_copy_is_neither_stored_nor_removed_for_an_indexer() -> None:
     manager.allocate(one, 48)
     manager.allocate(two, 48)
     assert len(manager.take_events()) == 1
-    manager.discard(one)
+    manager.distrust(one)
+    manager.free(one)
     assert manager.take_events() == []
     assert len(manager.match(make_request("2", [*COMMON, 5])).device) == 3
-    manager.discard(two)
+    manager.distrust(two)
+    manager.free(two)
     assert len(manager.take_events()) == 3
     manager.check_integrity()
 
@@ -70,7 +72,10 @@ def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_and_cleared_whe
     start(manager, good)
     bad = make_request("1", COMMON)
     start(manager, bad)
-    manager.discard(bad)
+    manager.distrust(bad)
+    assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
+    assert manager.take_scrub() == []
+    manager.free(bad)
     assert (manager.take_scrub(), manager.take_scrub()) == ([3, 4], [])
     assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
     assert manager.table("0") == [1, 2]

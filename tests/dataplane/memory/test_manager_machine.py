@@ -185,7 +185,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         self.step()
         request = self._idle(data)
-        self.manager.discard(request)
+        self.manager.distrust(request)
+        self.manager.free(request)
         self._lost(request, over=True)
 
     @rule(rarely=st.integers(0, 5))

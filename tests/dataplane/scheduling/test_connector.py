@@ -234,3 +234,50 @@ def test_a_load_after_a_preemption_is_no_hit_either() -> None:
     assert (memory.prefix_hits, memory.remote_hits) == (0, 8)
     assert memory.recompute_queries > 10
     assert memory.recompute_hits == 0
+
+
+def test_a_deadline_takes_nothing_from_those_who_share_the_cache() -> None:
+    bench = Bench(list(range(20)), max_num_seqs=1, max_num_batched_tokens=64)
+    bench.add("first", range(10), max_tokens=2)
+    store, bench.connector._store = bench.connector._store, {}
+    bench.step()
+    bench.finish("first")
+    bench.connector._store = store
+    bench.add("late", range(20), max_tokens=5, deadline=5.0)
+    bench.step()
+    bench.connector.deliver()
+    bench.add("busy", [40, 41, 42], max_tokens=50, priority=-1)
+    bench.step()
+    plan = bench.scheduler.plan(6.0)
+    assert [output.error for output in bench.scheduler.commit(plan, bench.executor.run(plan), 6.0) if output.error]
+    assert plan.scrub == ()
+    assert bench.scheduler.kv.match(make_request("next", range(10))).tokens == 8
+
+
+def test_a_part_of_a_block_that_was_loaded_does_not_count() -> None:
+    prompt = list(range(20))
+    bench = Bench(prompt)
+    bench.add("a", prompt, max_tokens=3)
+    bench.step()
+    bench.connector.deliver()
+    bench.connector._loaded[0] = ("a", 7)
+    plan = bench.step()
+    assert (plan.tokens, plan.new[0].computed) == ({"a": 16}, 4)
+    assert bench.finish("a") == undisturbed(prompt, 1, 3)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_blocks_are_charged_until_a_request_that_waits_with_them_ends(loaded: bool) -> None:
+    bench = Bench(PROMPT, max_num_seqs=1)
+    bench.add("a")
+    plan = bench.scheduler.plan(0.0)
+    bench.scheduler.commit(plan, bench.executor.run(plan), 0.0)
+    if loaded:
+        bench.connector.deliver()
+        bench.add("busy", [40, 41], max_tokens=50, priority=-1)
+        plan = bench.scheduler.plan(1.0)
+        bench.scheduler.commit(plan, bench.executor.run(plan), 1.0)
+    held = bench.scheduler.kv.held("a")
+    assert held > 0
+    (output,) = bench.scheduler.abort(["a"], 100.0)
+    assert output.kv_block_seconds == 100.0 * held

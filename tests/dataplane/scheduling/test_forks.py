@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dataplane.protocol import FinishReason
+from dataplane.protocol import FinishReason, RequestOutput
 from dataplane.request import RequestError, RequestState
 from dataplane.scheduling.plan import StepResult
 from tests.factories.requests import KVExecutor, generated, make_request, make_scheduler, run_to_end, step, undisturbed
@@ -159,6 +161,32 @@ def test_a_fork_has_times_and_a_count_of_cached_tokens_like_its_parent() -> None
         (2.0, 3.0, 4.0)
     ] * 2
     assert scheduler.accounts.memory.prefix_hits == 4
+
+
+@pytest.mark.parametrize(("length", "rounds"), [(3, 1), (6, 2)])
+def test_what_a_failed_sample_shared_is_cleared_and_never_found(length: int, rounds: int) -> None:
+    """The prompt ends inside a block: the fork that is left fills it, but what it begins with is not to be trusted."""
+    executor, scheduler = KVExecutor(4, lambda _: 1), make_scheduler(block_size=4)
+    prompt, outputs = list(range(length)), list[RequestOutput]()
+
+    def steps(failing: str = "") -> None:
+        while scheduler.has_work():
+            plan = scheduler.plan(0.0)
+            result = executor.run(plan)
+            if failing:
+                result, failing = replace(result, errors={failing: "not a number"}), ""
+            outputs.extend(scheduler.commit(plan, result, 0.0))
+            scheduler.check_integrity()
+
+    scheduler.add(make_request("bad", prompt, max_tokens=20, forks=("good",)))
+    steps("bad")
+    answer = generated(output for output in outputs if output.request_id == "good")
+    assert answer == undisturbed(prompt, 1, 20, seed=1)
+    for number in range(rounds):
+        outputs.clear()
+        scheduler.add(make_request(f"next{number}", [*prompt, *answer, 9, 9], max_tokens=5))
+        steps()
+        assert generated(outputs) == undisturbed([*prompt, *answer, 9, 9], 1, 5)
 
 
 def test_a_fork_may_be_preempted_alone() -> None:

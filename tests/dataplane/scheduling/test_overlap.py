@@ -95,6 +95,28 @@ def test_an_id_may_come_again_when_its_last_step_is_no_longer_in_flight() -> Non
     assert output.finish is FinishReason.LENGTH
 
 
+def test_nobody_joins_the_blocks_of_a_request_whose_failure_is_known() -> None:
+    scheduler = make_scheduler(steps_in_flight=2, block_size=4)
+    scheduler.add(make_request("bad", range(9), max_tokens=9))
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    scheduler.commit(first, StepResult({"bad": [0]}, {"bad": "not a number"}), 0.0)
+    scheduler.add(make_request("new", range(9), max_tokens=9))
+    assert scheduler.plan(0.0).tokens == {"new": 9}
+    scheduler.commit(second, StepResult({"bad": [0]}, {"bad": "not a number"}), 0.0)
+    scheduler.check_integrity()
+
+
+def test_what_a_step_spoils_after_its_request_has_ended_is_not_found_either() -> None:
+    scheduler = make_scheduler(steps_in_flight=2, block_size=4)
+    scheduler.add(make_request("gone", range(9), max_tokens=9))
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    scheduler.commit(first, zeros(first), 0.0)
+    scheduler.abort(["gone"], 0.0)
+    scheduler.commit(second, StepResult({"gone": [0]}, {"gone": "not a number"}), 0.0)
+    assert scheduler.kv.match(make_request("new", range(9))).tokens == 0
+    assert scheduler.plan(1.0).scrub == (1, 2, 3)
+
+
 def test_a_failed_request_is_scrubbed_when_its_last_step_is_done() -> None:
     scheduler = make_scheduler(steps_in_flight=2, block_size=4)
     scheduler.add(make_request("bad", range(8)))
