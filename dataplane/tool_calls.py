@@ -1,8 +1,9 @@
 """What of a model's text is a call to a tool.
 
 Layer: service. Pure. Text goes in as it comes; text and whole calls come out, in order. Only what may be a call is
-held back. What is none after all (broken JSON, a tool that was not offered) comes out as the text it is, but for a call
-that the end of the answer cut off after others that are whole: it is of no use to anybody, and is left out.
+held back. What is none after all (broken JSON, a number that JSON does not have, a tool that was not offered) comes out
+as the text it is, but for a call that the end of the answer cut off after others that are whole: it is of no use to
+anybody, and is left out.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ def _values(text: str, *, ended: bool) -> Iterable[Any]:
 
 
 def _call(value: Any, names: frozenset[str]) -> ToolCall | None:
+    """None when it is no call. Raises ValueError when its arguments are no JSON: NaN, or a number beyond a double."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -163,7 +165,9 @@ def _call(value: Any, names: frozenset[str]) -> ToolCall | None:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    # Half of a surrogate pair, which the model may escape and UTF-8 cannot hold, stays escaped.
+    return ToolCall(value["name"], text.encode("utf-8", "backslashreplace").decode())
 
 
 def _overlap(text: str, mark: str) -> int:

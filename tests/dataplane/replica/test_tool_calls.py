@@ -7,6 +7,7 @@ import json
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,6 +52,10 @@ def read(text: str, cuts: list[int] | None = None, use: ToolUse = BOTH, style: T
 
 UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 ODD = '<tool_call>{"name": "clock", "arguments": 3}</tool_call>'
+NO_JSON = [
+    f'<tool_call>{{"name": "clock", "arguments": {{"x": [{number}]}}}}</tool_call>'
+    for number in ("NaN", "Infinity", "-Infinity", "1e999")
+]
 TAGGED: list[tuple[str, list[Any]]] = [
     ("Just text.\n", ["Just text.\n"]),
     ("  \n", ["  \n"]),
@@ -64,6 +69,7 @@ TAGGED: list[tuple[str, list[Any]]] = [
     ('<tool_call>{"name": "clock"}</tool_call> done', [ToolCall("clock", "{}"), " done"]),
     ('<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>', [ToolCall("clock", "{}")]),
     (UNKNOWN, [UNKNOWN]),
+    *((text, [text]) for text in NO_JSON),
     ('<tool_call>{"name": ["x"]}</tool_call>', ['<tool_call>{"name": ["x"]}</tool_call>']),
     (ODD, [ODD]),
     ("a <tool_call>{broken</tool_call> b", ["a <tool_call>{broken</tool_call> b"]),
@@ -92,6 +98,17 @@ def test_calls_between_tags(text: str, expected: list[Any]) -> None:
 @given(st.sampled_from([case for case in TAGGED if len(case[0]) < 1000]), st.lists(st.integers(0, 10_000), max_size=30))
 def test_chunks_do_not_matter(case: tuple[str, list[Any]], cuts: list[int]) -> None:
     assert read(case[0], cuts) == case[1]
+
+
+@pytest.mark.parametrize("text", ["\\ud83d", "a\\udc00é", "\\ude00\\ud83d"])
+def test_half_a_surrogate_pair_stays_escaped(text: str) -> None:
+    (call,) = read(f'<tool_call>{{"name": "clock", "arguments": {{"{text}": ["{text}"]}}}}</tool_call>')
+    assert call == ToolCall("clock", f'{{"{text}": ["{text}"]}}')
+    assert msgspec.json.decode(msgspec.json.encode(call), type=ToolCall) == call
+    whole = json.dumps("\U0001f600")
+    assert read(f'<tool_call>{{"name": "clock", "arguments": {{"x": {whole}}}}}</tool_call>') == [
+        ToolCall("clock", '{"x": "\U0001f600"}')
+    ]
 
 
 def test_text_that_is_no_call_is_not_held_back() -> None:
