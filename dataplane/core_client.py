@@ -7,8 +7,8 @@ and no text; it never retries a request (the gateway may).
 States: STARTING → READY → FAILED(reason) → STARTING … A configuration that can never work ends in FAILED for
 good (`hopeless` is set). A core that is READY says something with every beat, whether or not there is work: after
 half of `CoreSpec.stall_s` in silence it is DRAINING (what runs may go on, nothing new is taken) until its next word,
-and after all of it the core is hung: it is killed and lost like one that crashed. How long it may load is not watched
-here.
+and after all of it the core is hung: it is killed and lost like one that crashed. A core that reported a fault has as
+long to exit. How long it may load is not watched here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from typing import Any
 
 import msgspec
 
-from dataplane.core_link import CoreBusyError, CoreUnreachableError, FrontEndpoint, identity_of
+from dataplane.core_link import (
+    CoreBusyError,
+    CoreUnreachableError,
+    FrontEndpoint,
+    UnreadableFrameError,
+    identity_of,
+)
+from dataplane.core_process import EXIT_CONFIG
 from dataplane.protocol import (
     AbortRequests,
     AddRequest,
@@ -46,8 +53,6 @@ from dataplane.protocol import (
 
 logger = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
-"""The core's exit code for a configuration that can never work."""
 TERMINATE_AFTER_S = 3.0
 KILL_AFTER_S = 3.0
 BEATS_TO_STALL = 8
@@ -243,19 +248,21 @@ class CoreClient:
 
     async def _receive(self, link: FrontEndpoint) -> None:
         while True:
+            # What a dead core left in the queue is dropped: its requests have ended already.
             try:
                 identity, message = await link.receive()
-            except msgspec.DecodeError as error:
-                logger.warning("the engine core sent an unreadable frame: %s", error)
+            except UnreadableFrameError as error:
+                # Whose outputs were in it nobody can tell: they would wait for ever.
+                if self._alive and error.identity == identity_of(self.epoch):
+                    self._kill(f"the engine core sent an unreadable frame: {error}")
                 continue
-            # What a dead core left in the queue is dropped: its requests have ended already.
             if self._alive and identity == identity_of(self.epoch) and message.boot_epoch == self.epoch:
                 self._take(message)
 
     def _take(self, message: CoreMessage) -> None:
         self._heard_at = self._clock()
         self._silent_beats = 0
-        if self.state is ReplicaState.DRAINING:
+        if self.state is ReplicaState.DRAINING and not isinstance(message, CoreFault):
             self._change(ReplicaState.READY, "")
         match message:
             case CoreReady():
@@ -271,7 +278,7 @@ class CoreClient:
                     self._send_aborts()
             case CoreFault(error=error):
                 self._fault = error
-                if self.state is ReplicaState.READY:
+                if self.ready is not None:
                     self._lose_core(f"the engine core failed: {error}")
 
     def _deliver(self, output: RequestOutput) -> None:
@@ -331,20 +338,30 @@ class CoreClient:
         has at most one beat to count before it hears what the core said meanwhile."""
         while True:
             await asyncio.sleep(self._spec.beat_s)
-            if self.ready is None:
+            loading = self._alive and self.ready is None and not self._fault
+            if self.process_id is None or loading:
                 continue
             self._silent_beats += 1
             # The first beat of a silence may have been almost over when it began.
             if self._silent_beats > BEATS_TO_STALL:
-                self._kill_hung()
+                self._kill_silent()
             elif self._silent_beats > BEATS_TO_STALL // 2 and self.state is ReplicaState.READY:
                 silence = f"the engine core has said nothing for {self._spec.stall_s / 2:g} s"
                 self._change(ReplicaState.DRAINING, silence)
 
-    def _kill_hung(self) -> None:
-        """SIGKILL, because it may be stopped; `_supervise` sees its end."""
-        self._lose_core(f"the engine core hung: no answer for {self._spec.stall_s:g} s")
-        logger.error("%s; killing it (--core-stall-seconds must be well above its longest step)", self.reason)
+    def _kill_silent(self) -> None:
+        """End a core that hangs, or that should have ended by itself."""
+        self._silent_beats = 0
+        if self._fault:
+            self._kill(f"the engine core failed: {self._fault}")
+        else:
+            self._kill(f"the engine core hung: no answer for {self._spec.stall_s:g} s")
+            logger.error("--core-stall-seconds must be well above the longest step")
+
+    def _kill(self, reason: str) -> None:
+        """Lose the core. SIGKILL, because it may be stopped; `_supervise` sees its end."""
+        self._lose_core(reason)
+        logger.error("%s; killing it", self.reason)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

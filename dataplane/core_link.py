@@ -49,6 +49,14 @@ def identity_of(epoch: int) -> bytes:
     return b"core-%d" % epoch
 
 
+class UnreadableFrameError(Exception):
+    """A core sent what is no message of it; `identity` is the core's."""
+
+    def __init__(self, identity: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.identity = identity
+
+
 class FrontEndpoint:
     """The front's side: created once, outlives every core."""
 
@@ -81,9 +89,12 @@ class FrontEndpoint:
             raise
 
     async def receive(self) -> tuple[bytes, CoreMessage]:
-        """The next message and the identity of the core that sent it."""
+        """The next message and the identity of the core that sent it. Raises UnreadableFrameError."""
         identity, payload = await self._socket.recv_multipart()
-        return identity, _decode_core(payload)
+        try:
+            return identity, _decode_core(payload)
+        except msgspec.DecodeError as error:
+            raise UnreadableFrameError(identity, str(error)) from None
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -1,6 +1,6 @@
 """The engine core as a process: a ZMQ loop around the synchronous `EngineCore`.
 
-Layer: runtime. Takes requests off the link between steps, runs one step at a time and sends one frame per
+Layer: service. Takes requests off the link between steps, runs one step at a time and sends one frame per
 step. It sleeps in the kernel while there is no work, but for one beat in which it says that it is well. It dies with
 its front, and never serves HTTP, tokenises or decides anything: all policy is inside `EngineCore`.
 
@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 EXIT_STOPPED = 0
 EXIT_FAULT = 1
 EXIT_CONFIG = 2
+"""The configuration can never work."""
 STATS_INTERVAL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 
@@ -197,14 +199,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Until here SIGTERM simply ends the process: there is nothing to put in order while loading.
         signals = _Signals()
         link.watch(signals.reader.fileno())
+        loop = CoreLoop(
+            core,
+            link,
+            interrupted=lambda: signals.stop,
+            check_when_idle=options.check_when_idle,
+            beat_s=options.beat,
+        )
+        return _serve(core, link, loop)
+
+
+def _serve(core: EngineCore, link: CoreEndpoint, loop: CoreLoop) -> int:
+    """Run the loop to its end. A fault is told before the core is closed, which waits for the steps under way."""
+    with closing(core):
         try:
-            CoreLoop(
-                core,
-                link,
-                interrupted=lambda: signals.stop,
-                check_when_idle=options.check_when_idle,
-                beat_s=options.beat,
-            ).run()
+            loop.run()
         except Exception as error:
             return _fault(link, error)
     return EXIT_STOPPED

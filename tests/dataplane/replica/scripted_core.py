@@ -3,7 +3,10 @@
 Started like `dataplane.core_process`. The options say what it does:
 - mode: "serve" (default), "config" (refuses its configuration), "crash" (exits while loading), "fault" (reports a
   fault at the first request), "stale" (marks all but the last frame with another epoch), "deaf" (ignores Shutdown
-  and SIGTERM), "hang" (gets stuck for good once it has answered a request, and ignores SIGTERM)
+  and SIGTERM), "hang" (gets stuck for good once it has answered a request, and ignores SIGTERM), "garbled" (answers a
+  request with a frame that nobody can read, and goes on)
+- exits: whether a core that has reported a fault ends (default), or stays
+- waits: whether a core says nothing until SIGCONT before it reports a fault
 - emit: how many tokens for each request, one frame each, or the ids themselves
 - finish: whether the last one ends the request (default), or it hangs; or how it ends: "stop" by the last one's id
 - emits: by the number of the sample, what it emits instead; where log-probabilities are asked for, the k-th token of
@@ -54,6 +57,7 @@ class Script:
         self.emits: dict[str, list[int]] = dict(options.get("emits", {}))  # type: ignore[call-overload]
         self.refusal: list[str] = list(options.get("refusal", []))  # type: ignore[call-overload]
         self.finish = options.get("finish", not self.refusal)
+        self.exits, self.waits = bool(options.get("exits", True)), bool(options.get("waits", False))
         self.epoch = self.own_epoch = epoch
         self.counters = Counters()
         self.step = 0
@@ -81,8 +85,14 @@ class Script:
 
     def add(self, request: EngineRequest) -> None:
         if self.mode == "fault":
+            if self.waits:
+                signal.sigwait({signal.SIGCONT})
             self.link.send(CoreFault(boot_epoch=self.epoch, error="the script says so"))
+            stay(not self.exits)
             sys.exit(1)
+        if self.mode == "garbled":
+            self.link.send(Shutdown(boot_epoch=self.epoch))  # type: ignore[arg-type]
+            return
         if self.refusal:
             self.refuse()
         samples = [request.request_id, *request.forks]
@@ -94,8 +104,7 @@ class Script:
                     self.emit_one(request, request_id, number, step, script)
         if self.refusal and not any(scripts):
             self.refuse()
-        while self.mode == "hang":
-            time.sleep(60)
+        stay(self.mode == "hang")
 
     def refuse(self) -> None:
         error, code, param = self.refusal
@@ -129,6 +138,11 @@ class Script:
                     return
 
 
+def stay(for_good: bool) -> None:
+    while for_good:
+        time.sleep(60)
+
+
 def logprob_of(token: int, logprob: float, top: int) -> TokenLogprob:
     beside = [(token, logprob), (token + 1, logprob - 1.0)][:top]
     return TokenLogprob(token_id=token, logprob=logprob, rank=1, top=beside)
@@ -151,10 +165,13 @@ def main() -> int:
         return 7
     if mode in ("deaf", "hang"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.get("waits"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
     time.sleep(float(options.get("loading_s", 0)))
     with CoreEndpoint(arguments.address, arguments.epoch) as link:
         if mode == "config":
             link.send(CoreFault(boot_epoch=arguments.epoch, error="there is no model at /nowhere"))
+            stay(not options.get("exits", True))
             return 2
         ready = CoreReady(
             boot_epoch=arguments.epoch,

@@ -203,6 +203,54 @@ async def test_a_fault_the_core_reports_is_the_reason_requests_end() -> None:
         assert client.reason == outputs[-1].error
 
 
+@pytest.mark.parametrize("mode", ["fault", "config"])
+async def test_a_core_that_reports_a_fault_and_does_not_exit_is_killed_and_replaced(mode: str) -> None:
+    """While it serves, its step may be stuck in the thread that Python waits for; while it loads, likewise."""
+    async with running(scripted(mode=mode, exits=False, stall_s=1.0), ready=mode == "fault") as (client, log):
+        if mode == "fault":
+            outputs = submit(client, "a")
+            await until(ended(outputs), "the request ends at once")
+        await until(lambda: client.process_id is not None, "the core is there")
+        first = client.process_id
+        assert first is not None
+        await until(lambda: client.restarts == 1, "it is replaced")
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert (ReplicaState.FAILED, 1) in log.states
+        sentence = "the script says so" if mode == "fault" else "there is no model at /nowhere"
+        assert client.reason == f"restarting: the engine core failed: {sentence}"
+
+
+async def test_a_doubtful_core_that_reports_a_fault_is_not_announced_as_ready() -> None:
+    async with running(scripted(mode="fault", waits=True, stall_s=2 * STALL_S)) as (client, log):
+        outputs = submit(client, "a")
+        await until(lambda: client.state is ReplicaState.DRAINING, "its silence is noticed")
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGCONT)
+        await until(ended(outputs), "the request ends")
+        assert outputs[-1].error == "the engine core failed: the script says so"
+        assert [state for state, epoch in log.states if epoch == 1][:3] == [
+            ReplicaState.READY,
+            ReplicaState.DRAINING,
+            ReplicaState.FAILED,
+        ]
+
+
+async def test_a_core_whose_frame_cannot_be_read_is_lost_with_what_was_in_it() -> None:
+    async with running(scripted(mode="garbled")) as (client, _):
+        first = client.process_id
+        assert first is not None
+        outputs = submit(client, "a")
+        await until(ended(outputs), "the request ends")
+        assert outputs[-1].finish is FinishReason.ERROR
+        assert outputs[-1].error is not None
+        assert outputs[-1].error.startswith("the engine core sent an unreadable frame: ")
+        await until(lambda: client.epoch == 2 and client.state is ReplicaState.READY, "a new core is ready")
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert (client.restarts, client.in_flight) == (1, 0)
+
+
 async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
     async with running(scripted(mode="config"), ready=False) as (client, _):
         async with asyncio.timeout(60):

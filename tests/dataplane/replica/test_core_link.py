@@ -17,6 +17,7 @@ from dataplane.core_link import (
     CoreEndpoint,
     CoreUnreachableError,
     FrontEndpoint,
+    UnreadableFrameError,
     identity_of,
 )
 from dataplane.protocol import (
@@ -172,6 +173,15 @@ async def test_a_wait_ends_when_another_thread_wakes_it_and_only_then(core: Core
     started = time.monotonic()
     core.wait(0.05)
     assert time.monotonic() - started >= 0.05
+
+
+async def test_a_frame_that_is_no_message_names_its_sender(front: FrontEndpoint, core: CoreEndpoint) -> None:
+    core.send(Shutdown(boot_epoch=EPOCH))  # type: ignore[arg-type]
+    core.send(CoreFault(boot_epoch=EPOCH, error="after it"))
+    with pytest.raises(UnreadableFrameError) as caught:
+        await front.receive()
+    assert caught.value.identity == identity_of(EPOCH)
+    assert await front.receive() == (identity_of(EPOCH), CoreFault(boot_epoch=EPOCH, error="after it"))
 
 
 async def test_a_closed_link_may_be_woken(front: FrontEndpoint) -> None:

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from dataplane.core_link import CoreEndpoint, FrontEndpoint
-from dataplane.core_process import STATS_INTERVAL_S, CoreLoop, _build
+from dataplane.core_process import EXIT_FAULT, EXIT_STOPPED, STATS_INTERVAL_S, CoreLoop, _build, _serve
 from dataplane.protocol import (
     AbortRequests,
     AddRequest,
@@ -51,6 +52,8 @@ class CountingEngine:
         self.left: dict[str, int] = {}
         self.steps = 0
         self.checks = 0
+        self.closed = threading.Event()
+        self.may_close = threading.Event()
 
     def add(self, request: EngineRequest) -> None:
         if not request.prompt_token_ids:
@@ -81,6 +84,11 @@ class CountingEngine:
 
     def check_integrity(self) -> None:
         self.checks += 1
+
+    def close(self) -> None:
+        """A step under way ends when it may."""
+        assert self.may_close.wait(60)
+        self.closed.set()
 
 
 def add(name: str, *, tokens: int = 1, prompt: list[int] | None = None) -> AddRequest:
@@ -206,6 +214,33 @@ async def test_a_core_that_is_well_says_so_though_nothing_happens(tokens: int) -
 async def test_accounts_are_verified_whenever_it_falls_idle() -> None:
     engine, _ = await play([add("a", tokens=2), Shutdown(boot_epoch=EPOCH)])
     assert engine.checks == 1
+
+
+async def test_a_loop_that_ends_closes_its_core() -> None:
+    engine: Any = CountingEngine()
+    engine.may_close.set()
+    async with linked() as (front, core):
+        front.send(EPOCH, Shutdown(boot_epoch=EPOCH))
+        loop = CoreLoop(engine, core, interrupted=lambda: False)
+        assert await asyncio.to_thread(_serve, engine, core, loop) == EXIT_STOPPED
+    assert engine.closed.is_set()
+
+
+async def test_a_fault_is_told_before_the_steps_under_way_are_waited_for() -> None:
+    engine: Any = CountingEngine()
+    async with linked() as (front, core):
+        front.send(EPOCH, add("a"))
+        engine.step = lambda: 1 // 0
+        loop = CoreLoop(engine, core, interrupted=lambda: False)
+        serving = asyncio.create_task(asyncio.to_thread(_serve, engine, core, loop))
+        async with asyncio.timeout(60):
+            while not isinstance(message := (await front.receive())[1], CoreFault):
+                pass
+        assert message.error.startswith("ZeroDivisionError")
+        assert not engine.closed.is_set()
+        engine.may_close.set()
+        assert await serving == EXIT_FAULT
+    assert engine.closed.is_set()
 
 
 FRONT = """
