@@ -93,6 +93,11 @@ class RowParams:
         """Tokens that may not come now."""
         return [*self.held_back, *(self.bad_words.banned() if self.bad_words is not None else ())]
 
+    @property
+    def forbids(self) -> bool:
+        """Whether the request itself rules tokens out here; where it does not, a row of −∞ is the engine's failure."""
+        return self.grammar is not None or bool(self.banned)
+
     def unsatisfiable(self, sentence: str) -> RequestError:
         """The refusal of a request that cannot go on as asked, under the name of what is to be changed."""
         at_fault = "bad_words" if sentence == NOTHING_LEFT and self.bad_words is not None else "structured_outputs"
@@ -119,7 +124,8 @@ def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], dict[int, 
                 bad[index] = str(error)
     best, tokens = logits.max(dim=-1)
     for index in torch.nonzero(~torch.isfinite(best)).flatten().tolist():
-        bad.setdefault(index, NOTHING_LEFT if best[index] == float("-inf") else NOT_FINITE)
+        forbidden = best[index] == float("-inf") and rows[index].forbids
+        bad.setdefault(index, NOTHING_LEFT if forbidden else NOT_FINITE)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and index not in bad]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])

@@ -1,7 +1,8 @@
 """Persistent rows of the requests an executor holds, and the inputs of one step gathered from them.
 
 Layer: kernel and runtime. Rows live from a request's first step to its last; a step reads them by index and
-makes fresh arrays, so nothing in flight is ever changed. No work here grows with a request's history.
+makes fresh arrays, so nothing in flight is ever changed. All tokens of a request are copied in its first step alone;
+each of its steps copies its block table.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataplane.decoding.grammar import GrammarCompiler
+from dataplane.decoding.grammar import GrammarCompiler, GrammarError
 from dataplane.decoding.sampler import RowParams
+from dataplane.request import RequestError
 from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest
 
 Ints = NDArray[np.int64]
@@ -76,14 +78,17 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._row)
 
-    def update(self, plan: Plan) -> None:
-        """Bring the rows to where `plan` starts."""
+    def update(self, plan: Plan) -> dict[str, RequestError]:
+        """Bring the rows to where `plan` starts; the new requests whose grammar cannot take up where they stand.
+
+        These have a row without it, which is there for the steps that were planned before they are known.
+        """
         for request_id in plan.dropped:
             self._drop(request_id)
-        for new in plan.new:
-            self._add(new)
+        refused = {new.request_id: refusal for new in plan.new if (refusal := self._add(new)) is not None}
         for running in plan.running:
             self._advance(running)
+        return refused
 
     def gather(self, plan: Plan) -> StepInput:
         """The inputs of `plan`, for rows that `update` has brought up to it. Its tokens count as computed from now."""
@@ -140,7 +145,7 @@ class InputBatch:
             self._lengths[row] += 1
         self._params[request_id].take(token)
 
-    def _add(self, new: NewRequest) -> None:
+    def _add(self, new: NewRequest) -> RequestError | None:
         row = self._free.pop()
         self._row[new.request_id] = row
         self._tokens[row, : len(new.tokens)] = new.tokens
@@ -149,15 +154,19 @@ class InputBatch:
         self._tables[row, : len(new.blocks)] = new.blocks
         self._blocks[row] = len(new.blocks)
         self._computed[row] = new.computed
-        grammar = None
-        if new.params.grammar is not None:
-            assert self._grammars is not None, "a request with a grammar came to an executor that has no compiler"
-            grammar = self._grammars.compile(new.params.grammar).start(new.tokens[new.prompt_len :])
-        self._params[new.request_id] = RowParams(
-            new.params, new.seed, new.stop_ids, new.tokens, new.prompt_len, grammar=grammar
-        )
+        params = RowParams(new.params, new.seed, new.stop_ids, new.tokens, new.prompt_len)
+        self._params[new.request_id] = params
         if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_len:
             self._scored[new.request_id] = new.prompt_len
+        if new.params.grammar is not None:
+            assert self._grammars is not None, "a request with a grammar came to an executor that has no compiler"
+            try:
+                params.grammar = self._grammars.compile(new.params.grammar).start(new.tokens[new.prompt_len :])
+            except RequestError as error:
+                return error
+            except GrammarError as error:
+                return params.unsatisfiable(str(error))
+        return None
 
     def _advance(self, running: RunningRequest) -> None:
         row = self._row[running.request_id]

@@ -20,6 +20,7 @@ from dataplane.decoding.sampler import NOT_FINITE, sample
 from dataplane.memory.kv_store import KVStore
 from dataplane.models.loader import load_model
 from dataplane.protocol import TokenLogprob
+from dataplane.request import RequestError
 from dataplane.runtime.attention import AttentionBackend, TorchAttention
 from dataplane.runtime.input_batch import InputBatch, StepInput
 from dataplane.scheduling.connector import KVConnector
@@ -74,7 +75,7 @@ class ModelRunner:
     def submit(self, plan: Plan) -> DoneHandle:
         """Run one step."""
         started = self._clock()
-        self.batch.update(plan)
+        refused = self.batch.update(plan)
         if plan.scrub:
             self.store.clear(plan.scrub)
         if plan.transfers:
@@ -92,6 +93,8 @@ class ModelRunner:
             logits = self.model.logits(hidden[step.sample_at]) if step.sampled else None
             forwarded = self._clock()
             result = StepResult({})
+            for request_id, refusal in refused.items():
+                _fail(result, request_id, refusal.message, refusal)
             self._score_prompts(step, hidden, result)
             if logits is not None:
                 self._sample(step, logits, result)
@@ -107,15 +110,13 @@ class ModelRunner:
         chosen, bad = sample(logits, rows)
         for index, (request_id, token) in enumerate(zip(step.sampled, chosen, strict=True)):
             if index in bad:
-                result.errors[request_id] = bad[index]
-                if bad[index] != NOT_FINITE:
-                    result.refusals[request_id] = rows[index].unsatisfiable(bad[index])
+                refusal = None if bad[index] == NOT_FINITE else rows[index].unsatisfiable(bad[index])
+                _fail(result, request_id, bad[index], refusal)
                 rows[index].grammar = None
             try:
                 self.batch.append(request_id, token)
             except GrammarError as error:
-                result.errors[request_id] = str(error)
-                result.refusals[request_id] = rows[index].unsatisfiable(str(error))
+                _fail(result, request_id, str(error), rows[index].unsatisfiable(str(error)))
             result.tokens[request_id] = [token]
         if asked:
             tops = [rows[index].params.logprobs or 0 for index in asked]
@@ -135,5 +136,14 @@ class ModelRunner:
                 logits = self.model.logits(hidden[span.at + at : span.at + at + len(targets)])
                 scores += score(logits, targets, [top] * len(targets))
             if not all(math.isfinite(scored.logprob) for scored in scores if scored is not None):
-                result.errors[span.request_id] = NOT_FINITE
+                _fail(result, span.request_id, NOT_FINITE)
             result.prompt_logprobs[span.request_id] = scores
+
+
+def _fail(result: StepResult, request_id: str, sentence: str, refusal: RequestError | None = None) -> None:
+    """Note an error of one request. A failure of the engine outweighs what the request itself is at fault for."""
+    if refusal is None:
+        result.errors[request_id] = sentence
+        result.refusals.pop(request_id, None)
+    elif request_id not in result.errors or request_id in result.refusals:
+        result.errors[request_id], result.refusals[request_id] = sentence, refusal

@@ -156,9 +156,12 @@ def test_a_row_that_is_not_finite_is_named_and_harms_no_other(value: float) -> N
     assert tokens[1] == int(spread().argmax())
 
 
-def test_a_row_of_minus_infinities_is_named() -> None:
-    tokens, bad = sample(torch.full((1, VOCAB), float("-inf")), [row(temperature=0.0)])
-    assert (len(tokens), bad) == (1, {0: NOTHING_LEFT})
+@pytest.mark.parametrize("params", [{}, {"logit_bias": {3: 5.0}}, {"frequency_penalty": 1.0}, {"min_tokens": 0}])
+def test_a_row_of_minus_infinities_is_the_models_failure_where_the_request_forbids_nothing(
+    params: dict[str, Any],
+) -> None:
+    tokens, bad = sample(torch.full((1, VOCAB), float("-inf")), [row(temperature=0.0, tokens=(5, 6), **params)])
+    assert (len(tokens), bad) == (1, {0: NOT_FINITE})
 
 
 def test_a_bias_is_added_and_nothing_else_changes() -> None:

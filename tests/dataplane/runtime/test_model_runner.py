@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dataplane.config import EngineConfig
+from dataplane.decoding.grammar import GrammarCompiler
 from dataplane.decoding.sampler import NOT_FINITE
-from dataplane.protocol import SamplingParams, TokenLogprob
+from dataplane.protocol import Grammar, GrammarKind, SamplingParams, TokenLogprob
 from dataplane.runtime.model_runner import ModelRunner
 from dataplane.runtime.worker import StepThread
 from dataplane.scheduling.plan import NewRequest, Plan, RunningRequest, StepResult, Transfers
@@ -185,6 +186,58 @@ def test_a_prompt_that_cannot_be_scored_is_an_error_of_that_request_alone(runner
     sick = new("a", [5, 77, 6, 7], [1], params={"prompt_logprobs": 1})
     result = run(runner, {"a": 3, "b": 4}, frozenset("b"), new=(sick, new("b", [5, 6, 7, 8], [2])))
     assert result.errors == {"a": NOT_FINITE}
+
+
+class Digits:
+    """A vocabulary of ten digits, ids 10 to 19, and special tokens."""
+
+    eos_token_ids = (2,)
+
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        special = [*range(10), *range(20, 128)]
+        return [b"" if token in special else b"%d" % (token - 10) for token in range(128)], special
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [10 + int(letter) for letter in text if letter.isdigit()]
+
+
+@pytest.fixture
+def guided(folder: Path) -> ModelRunner:
+    config = EngineConfig.resolve(folder, num_blocks=33, threads=1)
+    return ModelRunner(config, lambda: 0.0, GrammarCompiler(Digits, config.model.shape.vocab))
+
+
+def came_back(expression: str, tokens: list[int], prompt_len: int, **params: Any) -> NewRequest:
+    """A request that was preempted; its output so far follows the prompt."""
+    grammar = Grammar(kind=GrammarKind.REGEX, text=expression)
+    return new("a", tokens, [1], prompt_len=prompt_len, params={"grammar": grammar, **params})
+
+
+@pytest.mark.parametrize(("expression", "code"), [("1+", "constraint_unsatisfiable"), ("(1", "invalid_grammar")])
+def test_an_output_that_its_grammar_does_not_take_up_again_is_an_error_of_that_request_alone(
+    guided: ModelRunner, expression: str, code: str
+) -> None:
+    beside = new("b", [5, 6, 7, 8], [2])
+    alone = [run(guided, {"b": 4}, frozenset("b"), new=(beside,)), run(guided, {"b": 1}, frozenset("b"))]
+    lost = came_back(expression, [5, 6, 11, 12], 2)
+    # The first step may be a chunk that yields nothing, and the next may have been planned before this is known.
+    first = run(guided, {"a": 3, "b": 4}, frozenset("b"), new=(lost, beside), dropped=("b",))
+    assert first.errors == {"a": first.refusals["a"].message}
+    assert (first.refusals["a"].code, first.refusals["a"].param) == (code, "structured_outputs")
+    then = run(guided, {"a": 1, "b": 1}, frozenset("ab"), running=(RunningRequest("a", [], 3),))
+    assert [first.tokens["b"], then.tokens["b"]] == [result.tokens["b"] for result in alone]
+    held = came_back("1+", [5, 6, 11, 11], 2)
+    assert run(guided, {"a": 4}, frozenset("a"), new=(held,), dropped=("a",)).tokens["a"] in ([11], [2])
+
+
+@pytest.mark.parametrize(("prompt_len", "samples"), [(3, "a"), (4, "")], ids=["drawn from", "scored"])
+def test_a_failure_of_the_model_outweighs_what_the_request_is_at_fault_for(
+    guided: ModelRunner, prompt_len: int, samples: str
+) -> None:
+    guided.model.embedding[77] = float("nan")
+    sick = came_back("(1", [5, 77, 6, 7], prompt_len, prompt_logprobs=1)
+    result = run(guided, {"a": 4}, frozenset(samples), new=(sick,))
+    assert (result.errors, result.refusals) == ({"a": NOT_FINITE}, {})
 
 
 def test_steps_in_a_thread_are_the_same_steps(folder: Path, runner: ModelRunner) -> None:
