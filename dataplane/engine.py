@@ -44,8 +44,6 @@ from dataplane.scheduling.plan import Executor, Handle, Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
 from dataplane.tokenizer import load_tokenizer
 
-__all__ = ["EngineCore", "IntegrityError"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:

@@ -11,7 +11,8 @@ import operator
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -85,13 +86,28 @@ class _Progress:
 
 
 class LLM:
-    """`LLM("smollm2").generate(["Once upon a time"])`. Keywords are those of `EngineConfig.resolve`."""
+    """`LLM("smollm2").generate(["Once upon a time"])`. Keywords are those of `EngineConfig.resolve`.
+
+    Closed at the end of a `with` block, or by `close`.
+    """
 
     def __init__(self, model: str | Path = "smollm2", **overrides: Any) -> None:
         self.config = EngineConfig.resolve(model, **overrides)
         self.tokenizer = load_tokenizer(self.config.model.path)
         self.core = EngineCore(self.config)
         self._ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread in which steps run, if they have one; nothing is to be generated any more."""
+        self.core.close()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, n: int = 1

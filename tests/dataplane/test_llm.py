@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +149,14 @@ def test_each_sample_stops_at_its_own_stop_string(llm: LLM) -> None:
     assert all(completion.stop_reason in ("e", ".") for completion in made)
     assert not any("e" in completion.text or "." in completion.text for completion in made)
     assert len({len(completion.token_ids) for completion in made}) > 1
+
+
+def test_a_closed_model_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with LLM("smollm2", threads=1, num_blocks=64, max_model_len=256, steps_in_flight=2) as overlapped:
+        assert len(overlapped.generate(["a"], GREEDY)[0].token_ids) == 12
+        (steps,) = set(threading.enumerate()) - before
+    assert not steps.is_alive()
 
 
 @pytest.mark.parametrize("n", [0, -1, 129])
