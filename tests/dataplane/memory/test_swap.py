@@ -206,7 +206,7 @@ def test_a_block_this_step_still_fills_is_not_swapped_out_in_it() -> None:
 
 def test_freeing_a_swapped_request_frees_its_host_blocks() -> None:
     manager = KVManager(9, 4, host_blocks=8)
-    for end in (manager.free, manager.discard, manager.drop_swapped):
+    for end in (manager.free, manager.drop_swapped):
         request = make_request("0", PROMPT)
         start(manager, request)
         assert manager.swap_out(request)
