@@ -18,7 +18,7 @@ import pytest
 from dataplane.request import Request, RequestState
 from dataplane.scheduling import queues
 from dataplane.scheduling.cache_order import LOOKS
-from dataplane.scheduling.config import QueueOrder, SchedulerConfig
+from dataplane.scheduling.config import Batching, QueueOrder, SchedulerConfig
 from dataplane.scheduling.queues import Queue, make_queue
 from tests.factories.requests import ScriptedExecutor, make_request, make_scheduler
 
@@ -181,3 +181,35 @@ def test_the_scheduler_plans_a_step_as_cheaply_while_ten_thousand_wait(order: Qu
     few, many = costs
     assert sorted(few)[30] == sorted(many)[30]  # nobody comes or goes: the queue is only looked at
     assert sum(many) < 1.2 * sum(few)
+
+
+def selective_step(order: QueueOrder, others: int) -> tuple[int, int]:
+    """Operations of a selective step that admits one who is the queue's head and 49 like it at the queue's end, with
+    `others` between them; and those of a walk through the whole queue before."""
+    operations = Operations()
+    scheduler = make_scheduler(
+        max_waiting=MANY, caching=False, order=order, batching=Batching.SELECTIVE, bucket_ageing_s=0.0
+    )
+    for index in range(others + 50):
+        queued = operations.number(index)
+        scheduler.add(make_request(str(index), [1] * (40 if 1 <= index <= others else 4), queued=queued))
+    with operations.counting():
+        assert sum(1 for _ in scheduler.waiting) == others + 50
+    walk = operations.count
+    with operations.counting():
+        plan = scheduler.plan(float(MANY))
+    assert len(plan.tokens) == 50
+    return operations.count - walk, walk
+
+
+@pytest.mark.parametrize("order", [QueueOrder.FCFS, QueueOrder.FAIR_TAG])
+def test_a_selective_step_costs_the_same_however_many_wait_before_its_bucket(order: QueueOrder) -> None:
+    few, many = (selective_step(order, others)[0] for others in (FEW, MANY // 5))
+    assert many < 1.2 * few, f"{few} operations with {FEW} others, {many} with {MANY // 5}"
+
+
+@pytest.mark.parametrize("order", [QueueOrder.VTC, QueueOrder.CACHE_AWARE])
+def test_a_selective_step_walks_through_the_queue_twice_at_most(order: QueueOrder) -> None:
+    few, few_walk = selective_step(order, FEW)
+    many, walk = selective_step(order, MANY // 5)
+    assert many < 1.2 * few + 2.5 * (walk - few_walk), f"{few} and {many} operations, {walk} for a walk"
