@@ -35,6 +35,8 @@ class BlockPool:
         self.evictions = 0
         self.takes = 0
         self._evicted = evicted
+        self.suspects = 0
+        """Blocks that are suspect now; all of them are held."""
         self.to_clear: list[int] = []
         """Ids of the blocks that were suspect when they were given back, and are still to be cleared."""
         self.blocks[NULL_BLOCK].refs = 1
@@ -99,7 +101,15 @@ class BlockPool:
                 self.free.append(block)
                 if block.suspect:
                     block.suspect = False
+                    self.suspects -= 1
                     self.to_clear.append(block.block_id)
+
+    def suspect(self, block: Block) -> None:
+        """What a held block contains is not to be trusted: nobody finds it, and it is cleared once it is given back."""
+        if block.key is not None:
+            self.forget(block)
+        self.suspects += not block.suspect
+        block.suspect = True
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, full ones that follow `parent`, under `hashes`; `tokens`, their contents, are for events."""

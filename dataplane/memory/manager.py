@@ -191,6 +191,8 @@ class KVManager:
         """Take every block from a request, in host memory too; cached ones stay findable until they are taken."""
         table = self._tables.pop(request.request_id, None)
         if table is not None:
+            if self.pool.suspects:
+                self._spread(table)
             self.pool.release(table.blocks)
             self._replaced.pop(request.request_id, None)
         self.drop_swapped(request)
@@ -199,14 +201,17 @@ class KVManager:
         """What the request holds is not to be found from now on: its KV is not to be trusted.
 
         It and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
-        back.
+        back. So is what those have computed after such a block, and will compute.
         """
         table = self._tables.get(request.request_id)
-        for block in table.blocks if table else ():
-            if block.key is not None:
-                self.host.distrust(block.key)
-                self.pool.forget(block)
-            block.suspect = True
+        if table is None:
+            return
+        self._suspect(table.blocks)
+        before = 0
+        while before < self.pool.suspects:
+            before = self.pool.suspects
+            for other in self._tables.values():
+                self._spread(other)
 
     def scrub(self, blocks: Iterable[int]) -> None:
         """Have blocks cleared that a request holds and has no KV in yet."""
@@ -336,6 +341,8 @@ class KVManager:
         """
         index = request.computed // self.block_size
         source, (target,) = table.blocks[index], self.pool.take(1)
+        if source.suspect:
+            self.pool.suspect(target)
         self._moves.copy(source, target)
         self.copied += 1
         table.blocks[index] = target
@@ -349,6 +356,16 @@ class KVManager:
         if copy is not None:
             self._moves.out(block, copy)
             self.offloaded += 1
+
+    def _suspect(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.key is not None:
+                self.host.distrust(block.key)
+            self.pool.suspect(block)
+
+    def _spread(self, table: Table) -> None:
+        """What was computed after a block that is not to be trusted is not either."""
+        self._suspect(table.blocks[_first_suspect(table) :])
 
     def _extend_hashes(self, request: Request) -> None:
         if (len(request.block_hashes) + 1) * self.block_size > request.wanted:
@@ -368,14 +385,20 @@ class KVManager:
         full = min(table.tokens, len(request.tokens)) // size
         if not self.prefix_caching or full <= start:
             return
-        full = next((index for index in range(start, full) if table.blocks[index].suspect), full)
-        if full == start:
-            return
+        if self.pool.suspects and (first := _first_suspect(table)) < full:
+            full = first
+            if full <= start:
+                return
         self._extend_hashes(request)
         parent = request.block_hashes[start - 1] if start else None
         told = request.tokens[start * size : full * size] if self.pool.events.enabled else []
         self.pool.cache(table.blocks[start:full], request.block_hashes[start:full], parent, told)
         table.hashed = full
+
+
+def _first_suspect(table: Table) -> int:
+    """The index of the first block that is not to be trusted; the number of blocks if there is none."""
+    return next((index for index, block in enumerate(table.blocks) if block.suspect), len(table.blocks))
 
 
 def _check_holders(name: str, blocks: Sequence[Block], held: Iterable[Block]) -> None:

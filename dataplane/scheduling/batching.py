@@ -89,7 +89,7 @@ class Static(Continuous):
     def open(self, now: float, running: int, waiting: Queue) -> None:
         super().open(now, running, waiting)
         self._away = [request for request in self._away if request.state is RequestState.WAITING_FOR_REMOTE_KV]
-        if not (running or self._back or self._away):
+        if not (running or self._new or self._back or self._away):
             self._new = OrderedDict((request.request_id, request) for request in self._batch(waiting))
 
     def candidate(self, waiting: Queue) -> Request | None:

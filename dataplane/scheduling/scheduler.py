@@ -251,7 +251,7 @@ class Scheduler(Roster):
             for request in landed:
                 if request.state is not running:
                     self.accounts.wasted(plan.tokens.get(request.request_id, 0))
-                    if request.request_id in result.errors:
+                    if request.request_id in result.errors and request.request_id not in result.refusals:
                         self.kv.distrust(request)
                     if not request.in_flight:
                         del self._flights.leaving[request.request_id]

@@ -83,8 +83,33 @@ def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_and_cleared_whe
     assert not manager.swap_out(good)
     append(manager, good, *[9] * 9)
     manager.free(good)
-    assert manager.take_scrub() == [1]
+    # What it computed after the block that it shares, too.
+    assert manager.take_scrub() == [1, 2, 5]
     assert start(manager, make_request("3", COMMON)) == ([], [6, 7, 8])
+    manager.check_integrity()
+
+
+def test_what_follows_kv_that_is_not_to_be_trusted_is_not_either() -> None:
+    """Whoever shares a block has computed what comes after it from what it holds."""
+    manager = KVManager(21, 4, host_blocks=4)
+    bad, other, third = (make_request(str(length), range(length)) for length in (9, 40, 30))
+    start(manager, bad)
+    for request, computed in ((other, 18), (third, 21)):
+        match = manager.match(request)
+        assert manager.allocate(request, computed - match.tokens, match) is not None
+        request.computed = computed
+    assert manager.pool.index.get(other.block_hashes[3]) is not None
+    manager.distrust(bad)
+    assert manager.match(make_request("x", range(40))).tokens == 0
+    # It goes on: none of its blocks is indexed, and all of them are cleared.
+    assert manager.allocate(other, 22) is not None
+    other.computed = 40
+    assert manager.match(make_request("x", range(41))).tokens == 0
+    held = {block for request in (bad, other, third) for block in manager.table(request.request_id)[:10]}
+    for request in (bad, other, third):
+        manager.free(request)
+    assert set(manager.take_scrub()) == held
+    assert (manager.pool.suspects, manager.pool.used) == (0, 0)
     manager.check_integrity()
 
 

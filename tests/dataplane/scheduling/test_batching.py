@@ -247,6 +247,20 @@ def test_one_step_admits_a_bucket_in_the_queues_order(order: QueueOrder) -> None
     assert list(step(scheduler, 1.0).tokens) == expected
 
 
+@pytest.mark.parametrize("batching", [Batching.STATIC, Batching.DYNAMIC])
+def test_a_batch_that_is_filled_over_several_steps_keeps_its_seats_though_the_first_have_ended(
+    batching: Batching,
+) -> None:
+    scheduler = make_scheduler(
+        batching=batching, batch_size=2, batch_window_s=10.0, max_num_batched_tokens=4, caching=False
+    )
+    for name in "ab":
+        add(scheduler, name, max_tokens=1)
+    assert step(scheduler, 0.0).tokens == {"a": 4}
+    add(scheduler, "c", max_tokens=1, queued=-1.0)
+    assert step(scheduler, 0.1).tokens == {"b": 4}
+
+
 def test_a_bucket_is_served_in_the_queues_order() -> None:
     """The tags a gateway supplied count among those that are alike, and choose the bucket once somebody is old."""
     scheduler = make_scheduler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -115,6 +116,19 @@ def test_what_a_step_spoils_after_its_request_has_ended_is_not_found_either() ->
     scheduler.commit(second, StepResult({"gone": [0]}, {"gone": "not a number"}), 0.0)
     assert scheduler.kv.match(make_request("new", range(9))).tokens == 0
     assert scheduler.plan(1.0).scrub == (1, 2, 3)
+
+
+def test_what_a_request_asked_for_itself_costs_nobody_the_cache_though_it_has_left() -> None:
+    scheduler = make_scheduler(block_size=4)
+    scheduler.add(make_request("good", [*range(16), 90], max_tokens=20))
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, zeros(plan), 0.0)
+    scheduler.add(make_request("bad", [*range(16), 91], max_tokens=20))
+    plan = scheduler.plan(0.0)
+    scheduler.abort(["bad"], 0.0)
+    refusal = RequestError("no token is left", "constraint_unsatisfiable", "bad_words")
+    scheduler.commit(plan, replace(zeros(plan), errors={"bad": "no token is left"}, refusals={"bad": refusal}), 0.0)
+    assert scheduler.kv.match(make_request("next", [*range(16), 92])).tokens == 16
 
 
 def test_a_failed_request_is_scrubbed_when_its_last_step_is_done() -> None:
