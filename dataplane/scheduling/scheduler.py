@@ -237,8 +237,6 @@ class Scheduler(Roster):
         for request_id, error in result.errors.items():
             if (request := self._requests.get(request_id)) is not None and request.state is RequestState.RUNNING:
                 request.error, request.refusal = error, result.refusals.get(request_id)
-                if request.refusal is None:
-                    self.kv.distrust(request)
                 outputs += self._end(request, RequestState.FINISHED_ERROR, now)
         return outputs + self._take(live, plan, result, now)
 
@@ -246,13 +244,15 @@ class Scheduler(Roster):
         """Those of a step who still run, now that its result is in. The others may have waited for it to end."""
         running = RequestState.RUNNING
         landed = self._flights.land(plan.step)
+        for request in landed if result.errors else ():
+            # Before anyone's blocks are free: who shared them may have left meanwhile.
+            if request.request_id in result.errors and request.request_id not in result.refusals:
+                self.kv.distrust(request)
         live = [request for request in landed if request.state is running]
         if len(live) < len(landed):
             for request in landed:
                 if request.state is not running:
                     self.accounts.wasted(plan.tokens.get(request.request_id, 0))
-                    if request.request_id in result.errors and request.request_id not in result.refusals:
-                        self.kv.distrust(request)
                     if not request.in_flight:
                         del self._flights.leaving[request.request_id]
                         self.kv.free(request)

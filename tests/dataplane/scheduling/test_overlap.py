@@ -118,6 +118,25 @@ def test_what_a_step_spoils_after_its_request_has_ended_is_not_found_either() ->
     assert scheduler.plan(1.0).scrub == (1, 2, 3)
 
 
+@pytest.mark.parametrize("first", ["bad", "gone"])
+def test_who_leaves_in_the_step_that_shows_a_failure_leaves_nothing_to_be_found(first: str) -> None:
+    """It shares the failed one's blocks, and its own come after them."""
+    scheduler = make_scheduler(block_size=4)
+    scheduler.add(make_request("seed", range(9), max_tokens=1))
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, zeros(plan), 0.0)
+    lengths = {"bad": 10, "gone": 40}
+    for name in (first, *(lengths.keys() - {first})):
+        scheduler.add(make_request(name, range(lengths[name]), max_tokens=20))
+    plan = scheduler.plan(0.0)
+    assert set(plan.tokens) == {"bad", "gone"}
+    held = {block for name in lengths for block in scheduler.kv.table(name)}
+    scheduler.abort(["gone"], 0.0)
+    scheduler.commit(plan, StepResult({"bad": [0]}, {"bad": "not a number"}), 0.0)
+    assert scheduler.kv.match(make_request("next", range(40))).tokens == 0
+    assert set(scheduler.plan(1.0).scrub) == held
+
+
 def test_what_a_request_asked_for_itself_costs_nobody_the_cache_though_it_has_left() -> None:
     scheduler = make_scheduler(block_size=4)
     scheduler.add(make_request("good", [*range(16), 90], max_tokens=20))
