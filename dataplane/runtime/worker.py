@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from dataplane.errors import IntegrityError
 from dataplane.scheduling.plan import Executor, Plan, StepResult
@@ -44,14 +42,6 @@ class StepThread:
     def close(self) -> None:
         """Finish what was submitted and end the thread. A second call does nothing."""
         self._thread.shutdown(wait=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self, plan: Plan) -> StepResult:
         """In the thread. A step that raised leaves rows and blocks half written, which no later one may use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,6 @@ def test_steps_in_a_thread_are_the_same_steps(folder: Path, runner: ModelRunner)
     plans += [Plan(step, {"a": 1}, frozenset("a"), running=(RunningRequest("a", [], 18 + step),)) for step in (2, 3, 4)]
     expected = [runner.submit(plan).result().tokens["a"] for plan in plans]
     other = ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1), lambda: 0.0)
-    with StepThread(other) as thread:
+    with closing(StepThread(other)) as thread:
         handles = [thread.submit(plan) for plan in plans]
         assert [handle.result().tokens["a"] for handle in handles] == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_submit_returns_while_the_step_still_runs_and_the_next_waits_its_turn() 
         assert go.wait(WAIT_S)
 
     steps = Steps(wait)
-    with StepThread(steps) as thread:
+    with closing(StepThread(steps)) as thread:
         handles = [thread.submit(plan(step)) for step in range(5)]
         assert steps.ran == []
         assert not any(handle.future.done() for handle in handles)
@@ -59,7 +60,7 @@ def test_what_a_step_raises_comes_out_of_its_handle_and_no_later_step_runs() -> 
             raise ZeroDivisionError("the step broke")
 
     steps = Steps(fail)
-    with StepThread(steps) as thread:
+    with closing(StepThread(steps)) as thread:
         good, bad, later = (thread.submit(plan(step)) for step in range(3))
         assert good.result().tokens == {"a": [0]}
         with pytest.raises(ZeroDivisionError, match="the step broke"):
