@@ -10,7 +10,7 @@ hashes; it does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import groupby
 
 from dataplane.errors import IntegrityError
@@ -37,8 +37,8 @@ class BlockPool:
         self._evicted = evicted
         self.suspects = 0
         """Blocks that are suspect now; all of them are held."""
-        self.to_clear: list[int] = []
-        """Ids of the blocks that were suspect when they were given back, and are still to be cleared."""
+        self.to_clear: set[int] = set()
+        """Ids of free blocks that may hold what is not to be trusted, and are still to be cleared."""
         self.blocks[NULL_BLOCK].refs = 1
 
     @property
@@ -102,7 +102,7 @@ class BlockPool:
                 if block.suspect:
                     block.suspect = False
                     self.suspects -= 1
-                    self.to_clear.append(block.block_id)
+                    self.to_clear.add(block.block_id)
 
     def suspect(self, block: Block) -> None:
         """What a held block contains is not to be trusted: nobody finds it, and it is cleared once it is given back."""
@@ -111,9 +111,33 @@ class BlockPool:
         self.suspects += not block.suspect
         block.suspect = True
 
+    def parents(self) -> dict[bytes, bytes | None]:
+        """Each content that is cached, and what it follows."""
+        return {block.key: block.parent for block in self.blocks if block.key is not None}
+
+    def distrust(self, keys: Set[bytes]) -> None:
+        """Nobody finds these contents: blocks that are held become suspect, free ones are to be cleared."""
+        for block in self.blocks:
+            if block.key is not None and block.key in keys:
+                if block.refs:
+                    self.suspect(block)
+                else:
+                    self.forget(block)
+                    self.to_clear.add(block.block_id)
+
+    def clear_unnamed(self) -> None:
+        """Have the free blocks cleared that were written to and are not cached: nothing says what they follow."""
+        touched = self.touched
+        self.to_clear |= {block.block_id for block in self.free if block.key is None and block.block_id <= touched}
+
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, full ones that follow `parent`, under `hashes`; `tokens`, their contents, are for events."""
-        fresh = [self._index(block, key) for block, key in zip(blocks, hashes, strict=True)]
+        fresh = []
+        before = parent
+        for block, key in zip(blocks, hashes, strict=True):
+            block.key, block.parent = key, before
+            fresh.append(self.index.add(key, block))
+            before = key
         if not self.events.enabled:
             return
         width = len(tokens) // max(1, len(blocks))
@@ -123,11 +147,6 @@ class BlockPool:
                 first, last = places[0], places[-1]
                 before = hashes[first - 1] if first else parent
                 self.events.stored(list(hashes[first : last + 1]), before, tokens[first * width : (last + 1) * width])
-
-    def _index(self, block: Block, key: bytes) -> bool:
-        """Index one block; True if no other block holds the same content."""
-        block.key = key
-        return self.index.add(key, block)
 
     def forget(self, block: Block) -> bool:
         """Take `block` out of the index; True if no other block holds the same content."""

@@ -12,18 +12,20 @@ from dataplane.errors import IntegrityError
 
 
 class Block:
-    """One KV block. `refs` counts the tables that hold it; `key` is its hash while it is indexed.
+    """One KV block. `refs` counts the tables that hold it; `key` is its hash while it is indexed, and `parent` that of
+    the block before it in its chain, None at the start.
 
     What a `suspect` block holds is not to be trusted; it is to be cleared once nobody holds it.
     """
 
-    __slots__ = ("before", "behind", "block_id", "key", "refs", "suspect")
+    __slots__ = ("before", "behind", "block_id", "key", "parent", "refs", "suspect")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.refs = 0
         self.suspect = False
         self.key: bytes | None = None
+        self.parent: bytes | None = None
         self.before: Block | None = None
         self.behind: Block | None = None
 

@@ -87,12 +87,12 @@ class HostPool:
                 else:
                     self.free.append(block)
 
-    def name(self, block: HostBlock, key: bytes) -> None:
-        """Make `block` findable by what it holds; nothing else here holds it."""
-        block.key = key
+    def name(self, block: HostBlock, key: bytes, parent: bytes | None) -> None:
+        """Make `block` findable by what it holds, after `parent`; nothing else here holds it."""
+        block.key, block.parent = key, parent
         self._index[key] = block
 
-    def admit(self, key: bytes) -> HostBlock | None:
+    def admit(self, key: bytes, parent: bytes | None) -> HostBlock | None:
         """Room for a prefix that the device evicts: the block to copy it to, or None.
 
         None means that it is here already, and is now the last to go, or that swapped requests hold every block.
@@ -106,20 +106,24 @@ class HostPool:
         if not len(self.free):
             return None
         (block,) = self.take(1)
-        self.name(block, key)
+        self.name(block, key, parent)
         self.release([block])
         return block
 
-    def distrust(self, key: bytes) -> None:
-        """Forget a content, if it is here: it is not to be found again."""
-        block = self._index.get(key)
-        if block is not None:
-            self._forget(block)
+    def parents(self) -> dict[bytes, bytes | None]:
+        """Each content that is here, and what it follows."""
+        return {key: block.parent for key, block in self._index.items()}
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Contents, those of them that are here, are not to be found again."""
+        for key in keys:
+            block = self._index.get(key)
+            if block is not None:
+                self._forget(block)
 
     def reset(self) -> None:
         """Forget every cached prefix. Nothing may be held."""
-        for key in list(self._index):
-            self.distrust(key)
+        self.forget(list(self._index))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless free queue, holders and index agree."""

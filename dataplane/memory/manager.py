@@ -21,7 +21,7 @@ from dataplane.memory.free_queue import Block
 from dataplane.memory.hit_window import HitWindow
 from dataplane.memory.host_pool import HostBlock, HostPool
 from dataplane.memory.moves import MoveLog
-from dataplane.memory.prefix_cache import extend_chain, root_hash
+from dataplane.memory.prefix_cache import descendants, extend_chain, root_hash
 from dataplane.memory.swap import SwapSpace
 from dataplane.memory.tables import NO_MATCH, PrefixMatch, Table, empty_slots
 from dataplane.protocol import AllBlocksCleared, BlockRemoved, BlockStored
@@ -201,25 +201,31 @@ class KVManager:
         """What the request holds is not to be found from now on: its KV is not to be trusted.
 
         It and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
-        back. So is what those have computed after such a block, and will compute.
+        back. So is what anyone has computed after such a block, and will compute: those who share it, those who have
+        gone and left theirs in the cache, and those who are swapped out.
         """
         table = self._tables.get(request.request_id)
         if table is None:
             return
-        self._suspect(table.blocks)
+        keys = self._suspect(table.blocks)
         before = 0
         while before < self.pool.suspects:
             before = self.pool.suspects
             for other in self._tables.values():
-                self._spread(other)
+                keys |= self._spread(other)
+            keys = descendants(keys, self.pool.parents() | self.host.parents())
+            self.pool.distrust(keys)
+        self._swap.distrust(keys)
+        self.host.forget(keys)
+        self.pool.clear_unnamed()
 
     def scrub(self, blocks: Iterable[int]) -> None:
         """Have blocks cleared that a request holds and has no KV in yet."""
-        self.pool.to_clear += blocks
+        self.pool.to_clear.update(blocks)
 
     def take_scrub(self) -> list[int]:
         """Blocks to clear before the moves of the step being planned, since the last call. A NaN survives a mask."""
-        taken, self.pool.to_clear = self.pool.to_clear, []
+        taken, self.pool.to_clear = self.pool.to_clear, set()
         return sorted(taken)
 
     # ---------------------------------------------------------------------------------------------------- host memory
@@ -259,6 +265,8 @@ class KVManager:
         self.swapped_in += len(swapped.blocks) - len(hits)
         self._tables[request.request_id] = table
         self.host.release(self._swap.pop(request.request_id))
+        if swapped.trusted < len(swapped.blocks):
+            self._suspect(table.blocks[max(swapped.trusted, len(hits)) :])
         self._cache_full(request, table)
         return [block.block_id for block in table.blocks]
 
@@ -352,20 +360,23 @@ class KVManager:
         """The device is about to write over `block`, the last there to hold `key`: keep its contents on the host."""
         if not self._moves.settled(block):
             return
-        copy = self.host.admit(key)
+        copy = self.host.admit(key, block.parent)
         if copy is not None:
             self._moves.out(block, copy)
             self.offloaded += 1
 
-    def _suspect(self, blocks: Iterable[Block]) -> None:
+    def _suspect(self, blocks: Iterable[Block]) -> set[bytes]:
+        """These blocks are not to be trusted; the contents that were to be found in them."""
+        keys = set()
         for block in blocks:
             if block.key is not None:
-                self.host.distrust(block.key)
+                keys.add(block.key)
             self.pool.suspect(block)
+        return keys
 
-    def _spread(self, table: Table) -> None:
+    def _spread(self, table: Table) -> set[bytes]:
         """What was computed after a block that is not to be trusted is not either."""
-        self._suspect(table.blocks[_first_suspect(table) :])
+        return self._suspect(table.blocks[_first_suspect(table) :])
 
     def _extend_hashes(self, request: Request) -> None:
         if (len(request.block_hashes) + 1) * self.block_size > request.wanted:

@@ -8,7 +8,7 @@ tenants, adapters or formats never meet. The index only finds; it owns no block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from hashlib import sha256
 
 from dataplane.memory.free_queue import Block
@@ -36,6 +36,25 @@ def extend_chain(hashes: list[bytes], parent: bytes, tokens: Sequence[int], bloc
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         parent = block_hash(parent, tokens[start : start + block_size])
         hashes.append(parent)
+
+
+def descendants(keys: Set[bytes], parents: Mapping[bytes, bytes | None]) -> set[bytes]:
+    """`keys`, and of `parents` (content → what it follows) those whose chain passes through them.
+
+    One whose chain breaks off, because what it follows is known no longer, counts among them.
+
+        root ─▶ a ─▶ b ─▶ c        of {b}: b, c, d; and f, whose e has been forgotten
+                     └──▶ d
+                (e)─▶ f
+    """
+    among = dict.fromkeys(keys, True)
+    for key in parents:
+        path, at = [], key
+        while at is not None and at in parents and at not in among:
+            path.append(at)
+            at = parents[at]
+        among |= dict.fromkeys(path, at is not None and among.get(at, True))
+    return {key for key, found in among.items() if found}
 
 
 class PrefixIndex:

@@ -6,7 +6,7 @@ prefix share one host copy and a request that came back leaves its prefix findab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from dataplane.memory.free_queue import Block
@@ -14,13 +14,17 @@ from dataplane.memory.host_pool import HostBlock, HostPool
 from dataplane.memory.moves import MoveLog
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Swapped:
-    """One request's blocks in order of position: `tokens` positions, the first `hashed` blocks under their hash."""
+    """One request's blocks in order of position: `tokens` positions, the first `hashed` blocks under their hash.
+
+    What the first `trusted` blocks hold is right as far as anyone knows.
+    """
 
     blocks: list[HostBlock]
     hashed: int
     tokens: int
+    trusted: int
 
 
 class SwapSpace:
@@ -61,9 +65,17 @@ class SwapSpace:
             if here[index] is None:
                 self._moves.out(block, copies[index])
                 if index < hashed and block.key is not None:
-                    self._host.name(copies[index], block.key)
-        self._swapped[request_id] = Swapped(copies, hashed, tokens)
+                    self._host.name(copies[index], block.key, block.parent)
+        self._swapped[request_id] = Swapped(copies, hashed, tokens, trusted=len(copies))
         return fresh
+
+    def distrust(self, keys: Set[bytes]) -> None:
+        """These contents are not to be trusted, nor what a request computed after them. The host still knows them."""
+        for swapped in self._swapped.values():
+            for index, block in enumerate(swapped.blocks[: swapped.trusted]):
+                if block.key in keys:
+                    swapped.trusted = index
+                    break
 
     def pop(self, request_id: str) -> list[HostBlock]:
         """Forget a request; its blocks, which the caller must release."""

@@ -32,6 +32,10 @@ class KVMemory:
         """What a device block holds, by offset."""
         return dict(self._device[block])
 
+    def holds(self, block: int) -> dict[int, int]:
+        """The same; nothing if it was never written, or cleared."""
+        return self._device.get(block, {})
+
     def load(self, block: int, content: dict[int, int]) -> None:
         """Fill a device block from elsewhere."""
         self._device[block] = dict(content)

@@ -96,7 +96,7 @@ def test_where_outputs_are_known_and_short_paging_gains_little() -> None:
 # ------------------------------------------------------------------------------------------------------------ chunking
 
 
-def assert_frontier(found: dict[str, chunking.Latency], *, throughput: float = 0.003) -> None:
+def assert_frontier(found: dict[str, chunking.Latency], *, throughput: float) -> None:
     """From prefill-first down to the smallest chunk: gaps shrink, first tokens come later, and no work is saved."""
     latencies = list(found.values())
     first = latencies[0]
@@ -358,7 +358,7 @@ def test_useful_shares_on_public_lengths(public_traces: Traces) -> None:
 def test_the_frontier_is_monotone_on_public_lengths(public_traces: Traces, role: str) -> None:
     lengths = lengths_of(public_traces.read(role, 800).rows, chunking.LONGEST)[:400]
     _, found = chunking.frontier(lengths, CASE, chunking.LOAD)
-    assert_frontier(found)
+    assert_frontier(found, throughput=0.01)  # a second or two of some two hundred, by which the last of them end later
     assert found["512"].itl_p99 < found["prefill-first"].itl_p99 / 1.5
 
 

@@ -117,8 +117,7 @@ def test_what_this_step_moves_in_is_not_moved_out_by_it() -> None:
     match = manager.match(c)
     assert manager.allocate(c, 0, match) is not None
     manager.free(c)
-    manager.host.distrust(c.block_hashes[0])
-    manager.host.distrust(c.block_hashes[1])
+    manager.host.forget(c.block_hashes[:2])
     start(manager, make_request("d", [3] * 16))
     moved = manager.take_transfers()
     assert len(moved.swap_in) == 2
@@ -195,14 +194,14 @@ def test_recomputing_what_is_in_host_memory_is_not_needed_after_the_device_forgo
 
 def test_empty_host_blocks_are_taken_before_cached_ones() -> None:
     host = HostPool(3)
-    assert host.admit(b"a") is host.blocks[0]
+    assert host.admit(b"a", None) is host.blocks[0]
     (plain,) = host.take(1)
     assert plain.block_id == 1
     host.release([plain])
-    assert host.admit(b"b") is plain
-    assert host.admit(b"c") is host.blocks[2]
-    assert host.admit(b"a") is None, "it is here"
-    assert host.admit(b"d") is plain, "b was used longest ago, since a was asked for again"
+    assert host.admit(b"b", None) is plain
+    assert host.admit(b"c", None) is host.blocks[2]
+    assert host.admit(b"a", None) is None, "it is here"
+    assert host.admit(b"d", None) is plain, "b was used longest ago, since a was asked for again"
     assert host.get(b"b") is None
     host.check_integrity()
 
@@ -210,7 +209,7 @@ def test_empty_host_blocks_are_taken_before_cached_ones() -> None:
 def test_a_full_host_pool_admits_nothing_and_gives_nothing() -> None:
     host = HostPool(2)
     held = host.take(2)
-    assert host.admit(b"a") is None
+    assert host.admit(b"a", None) is None
     with pytest.raises(NoFreeBlocksError, match="1 host blocks wanted, 0 free"):
         host.take(1)
     host.release(held)
@@ -220,7 +219,7 @@ def test_a_full_host_pool_admits_nothing_and_gives_nothing() -> None:
 
 def test_a_host_block_nobody_knows_is_found() -> None:
     host = HostPool(2)
-    host.admit(b"a")
+    host.admit(b"a", None)
     host.blocks[0].key = b"b"
     with pytest.raises(IntegrityError, match="hash that the index does not know"):
         host.check_integrity()

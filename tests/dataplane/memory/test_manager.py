@@ -8,7 +8,7 @@ from dataplane.errors import IntegrityError
 from dataplane.memory.events import MAX_PENDING
 from dataplane.memory.manager import KVManager
 from dataplane.memory.prefix_cache import root_hash
-from dataplane.protocol import AllBlocksCleared
+from dataplane.protocol import AllBlocksCleared, BlockRemoved
 from tests.dataplane.memory.helpers import COMMON, append, start
 from tests.factories.requests import make_request
 
@@ -26,14 +26,21 @@ def test_a_second_copy_is_neither_stored_nor_removed_for_an_indexer() -> None:
     manager.allocate(one, 48)
     manager.allocate(two, 48)
     assert len(manager.take_events()) == 1
-    manager.distrust(one)
     manager.free(one)
-    assert manager.take_events() == []
-    assert len(manager.match(make_request("2", [*COMMON, 5])).device) == 3
-    manager.distrust(two)
+    more = make_request("2", [7] * 15, read_cache=False)
+    manager.allocate(more, 7 * 16 - 1, reserve=7 * 16)
+    assert manager.pool.evictions == 3
+    assert removed(manager) == 0
+    assert len(manager.match(make_request("3", [*COMMON, 5])).device) == 3
     manager.free(two)
-    assert len(manager.take_events()) == 3
+    manager.allocate(make_request("4", [8] * 15), 3 * 16)
+    assert removed(manager) == 3
     manager.check_integrity()
+
+
+def removed(manager: KVManager) -> int:
+    """How many removals an indexer is told of."""
+    return sum(isinstance(event, BlockRemoved) for event in manager.take_events())
 
 
 def test_events_that_nobody_takes_collapse_to_cleared() -> None:
@@ -63,54 +70,6 @@ def test_least_recently_freed_is_evicted_first() -> None:
     start(manager, make_request("2", [3] * 8))
     assert manager.match(make_request("3", [1] * 9)).tokens == 0
     assert len(manager.match(make_request("4", [2] * 9)).device) == 2
-
-
-def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_and_cleared_when_nobody_holds_them() -> None:
-    """Not by those who share them; but nobody joins those, or what spoilt one request would spoil each that comes."""
-    manager = KVManager(11, 16, host_blocks=4)
-    good = make_request("0", COMMON[:16] + [9] * 8)
-    start(manager, good)
-    bad = make_request("1", COMMON)
-    start(manager, bad)
-    manager.distrust(bad)
-    assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
-    assert manager.take_scrub() == []
-    manager.free(bad)
-    assert (manager.take_scrub(), manager.take_scrub()) == ([3, 4], [])
-    assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
-    assert manager.table("0") == [1, 2]
-    # In host memory it would be taken for sound.
-    assert not manager.swap_out(good)
-    append(manager, good, *[9] * 9)
-    manager.free(good)
-    # What it computed after the block that it shares, too.
-    assert manager.take_scrub() == [1, 2, 5]
-    assert start(manager, make_request("3", COMMON)) == ([], [6, 7, 8])
-    manager.check_integrity()
-
-
-def test_what_follows_kv_that_is_not_to_be_trusted_is_not_either() -> None:
-    """Whoever shares a block has computed what comes after it from what it holds."""
-    manager = KVManager(21, 4, host_blocks=4)
-    bad, other, third = (make_request(str(length), range(length)) for length in (9, 40, 30))
-    start(manager, bad)
-    for request, computed in ((other, 18), (third, 21)):
-        match = manager.match(request)
-        assert manager.allocate(request, computed - match.tokens, match) is not None
-        request.computed = computed
-    assert manager.pool.index.get(other.block_hashes[3]) is not None
-    manager.distrust(bad)
-    assert manager.match(make_request("x", range(40))).tokens == 0
-    # It goes on: none of its blocks is indexed, and all of them are cleared.
-    assert manager.allocate(other, 22) is not None
-    other.computed = 40
-    assert manager.match(make_request("x", range(41))).tokens == 0
-    held = {block for request in (bad, other, third) for block in manager.table(request.request_id)[:10]}
-    for request in (bad, other, third):
-        manager.free(request)
-    assert set(manager.take_scrub()) == held
-    assert (manager.pool.suspects, manager.pool.used) == (0, 0)
-    manager.check_integrity()
 
 
 def test_a_double_release_is_an_integrity_error() -> None:

@@ -134,7 +134,9 @@ def test_who_leaves_in_the_step_that_shows_a_failure_leaves_nothing_to_be_found(
     scheduler.abort(["gone"], 0.0)
     scheduler.commit(plan, StepResult({"bad": [0]}, {"bad": "not a number"}), 0.0)
     assert scheduler.kv.match(make_request("next", range(40))).tokens == 0
-    assert set(scheduler.plan(1.0).scrub) == held
+    cleared = set(scheduler.plan(1.0).scrub)
+    assert held <= cleared
+    assert len(cleared) == len(held) + 1, "and what the first gave back unnamed, which may follow what failed"
 
 
 def test_what_a_request_asked_for_itself_costs_nobody_the_cache_though_it_has_left() -> None:
