@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controlplane.gateway.chunks import Choice, Chunk, Usage, read_chunk
+from controlplane.gateway.chunks import Choice, Chunk, ErrorDetail, Usage, read_chunk, read_error
 from controlplane.gateway.sse import Event
 from controlplane.gateway.timings import StreamTimes
 
 DONE = b"[DONE]"
+UNREADABLE = ErrorDetail(message="")
+"""An error that is not in OpenAI's shape."""
 
 
 class ResponseReading:
@@ -25,8 +27,8 @@ class ResponseReading:
         self.hide_usage = hide_usage
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
-        self.error = False
-        """An error event or body was seen."""
+        self.error: ErrorDetail | None = None
+        """What an error event said."""
         self.done = False
         """The `[DONE]` event was seen."""
 
@@ -61,7 +63,7 @@ class ResponseReading:
             return None
         chunk = read_chunk(data)
         if chunk is not None and chunk.error is not None:
-            self.error = True
+            self.error = self.error or read_error(data) or UNREADABLE
         return chunk
 
     def read_body(self, body: bytes) -> None:
@@ -70,7 +72,6 @@ class ResponseReading:
         if chunk is None:
             return
         self.usage = chunk.usage
-        self.error = chunk.error is not None
         for choice in chunk.choices or ():
             self.finish_reason = self.finish_reason or choice.finish_reason
 

@@ -16,7 +16,7 @@ from litestar.types import Send
 
 from controlplane.errors import InvalidRequestError, TidegateError, UpstreamError
 from controlplane.gateway.asgi import JSON_TYPE, Headers, respond, send_head, send_part
-from controlplane.gateway.chunks import read_error
+from controlplane.gateway.chunks import ErrorDetail, read_error
 from controlplane.gateway.errors import capacity, error_body, error_event
 from controlplane.gateway.reading import ResponseReading
 from controlplane.gateway.record import Outcome, RequestRecord
@@ -47,7 +47,7 @@ KNOWN_CODES = frozenset(
         "overloaded",
     }
 )
-"""Refusals of a replica that are counted by their code; any other counts as `upstream_<status>`."""
+"""What a replica found wrong with a request, counted by its code; any other refusal counts as `upstream_<status>`."""
 
 FINISHES = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "abort", "unknown"})
 """Finish reasons that are counted by name; any other counts as `other`, none at all as `unknown`."""
@@ -132,8 +132,8 @@ class Relay:
             await self._broken(failure_of(error), events)
             return
         rest = reading.read_events(events.finish(), time.monotonic())
-        if reading.error:
-            record.conclude(Outcome.FAILED, Cause.ERROR.value, 200)
+        if reading.error is not None:
+            record.conclude(Outcome.FAILED, _fault(reading.error), 200)
         elif reading.done or reading.finish_reason:
             self.finished(200)
         else:
@@ -214,3 +214,10 @@ class Relay:
         headers: Headers = [JSON_TYPE, (HEADER_REQUEST.encode(), self._record.request_id.encode())]
         headers += [(name.encode(), value.encode()) for name, value in named.items()]
         await respond(self._send, status, body, headers)
+
+
+def _fault(error: ErrorDetail) -> str:
+    """What an error in mid-stream counts as: by its code when the request itself was at fault, else the replica's."""
+    if error.type == InvalidRequestError.type and error.code in KNOWN_CODES:
+        return str(error.code)
+    return Cause.ERROR.value

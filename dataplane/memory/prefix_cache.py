@@ -49,7 +49,8 @@ def descendants(keys: Set[bytes], parents: Mapping[bytes, bytes | None]) -> set[
     """
     among = dict.fromkeys(keys, True)
     for key in parents:
-        path, at = [], key
+        path: list[bytes] = []
+        at: bytes | None = key
         while at is not None and at in parents and at not in among:
             path.append(at)
             at = parents[at]

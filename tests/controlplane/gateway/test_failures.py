@@ -180,15 +180,26 @@ async def test_a_replica_that_dies_in_mid_stream_costs_an_error_event_and_a_clos
         await assert_nothing_left(served)
 
 
-async def test_an_error_event_of_the_replica_is_relayed_and_counts_as_failed(offline_settings: Settings) -> None:
-    failed = event({"error": {"message": "core died", "type": "server_error", "param": None, "code": "engine_error"}})
+@pytest.mark.parametrize(
+    ("kind", "code", "reason"),
+    [
+        ("server_error", "engine_error", "upstream_error"),
+        ("invalid_request_error", "constraint_unsatisfiable", "constraint_unsatisfiable"),
+        ("invalid_request_error", "a_code_of_its_own", "upstream_error"),
+        ("server_error", "constraint_unsatisfiable", "upstream_error"),
+    ],
+)
+async def test_an_error_event_is_relayed_and_counts_as_failed_by_whose_fault_it_was(
+    offline_settings: Settings, kind: str, code: str, reason: str
+) -> None:
+    failed = event({"error": {"message": "no more", "type": kind, "param": None, "code": code}})
     async with (
         fake_replica(parts([event(chunk("a")), failed])) as replica,
         running_gateway(offline_settings, route(replica, "r0")) as served,
     ):
         async with served.post(STREAM) as response:
             assert await response.read() == event(chunk("a")) + failed
-        assert served.total().failed == {"upstream_error": 1}
+        assert served.total().failed == {reason: 1}
 
 
 async def test_a_whole_answer_cut_in_the_middle_is_502(offline_settings: Settings) -> None:
