@@ -120,7 +120,7 @@ class KeyDirectory:
         """A committed change of a key or a tenant; an empty id means any row."""
         if change.table == "api_keys" and change.id:
             self._invalidate(change.id)
-        elif change.table in {"api_keys", "tenants"}:
+        elif change.table in {"api_keys", "tenants", "projects", "principals"}:
             for key_id, entry in self._known.items():
                 grant = entry.grant
                 if not change.id or (grant is not None and change.id in {grant.tenant_id, grant.tenant}):

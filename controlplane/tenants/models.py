@@ -1,7 +1,7 @@
-"""Rows of tenants and their API keys, and the epoch every policy change bumps.
+"""Rows of tenants, their projects, principals and API keys, and the epoch every policy change bumps.
 
-Layer: service. Only this domain imports these models; others ask `tenants.service`. A trigger on `tenants`
-and `api_keys` bumps `policy_state` and notifies (migration 0001), so no code path can forget to.
+Layer: service. Only this domain imports these models; others ask `tenants.service`. Triggers on all but `policy_state`
+bump that and notify (migrations 0001, 0003), so no code path can forget to.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     DateTime,
+    Double,
     ForeignKey,
     Index,
     LargeBinary,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     func,
     text,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
 from controlplane.db import Base
@@ -37,6 +39,8 @@ class Tenant(Base):
     __tablename__ = "tenants"
     __table_args__ = (
         CheckConstraint("slug ~ '^[a-z0-9-]{1,40}$'", name="slug_shape"),
+        CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
+        CheckConstraint("floor_tokens_per_s >= 0", name="floor"),
         Index("ix_tenants_created_at_id", "created_at", "id"),
     )
 
@@ -47,12 +51,66 @@ class Tenant(Base):
     allowed_models: Mapped[list[str] | None] = mapped_column(ARRAY(Text))
     active: Mapped[bool] = mapped_column(Boolean, server_default=text("true"))
     priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    time_zone: Mapped[str] = mapped_column(String(64), server_default="UTC")
+    weight: Mapped[float] = mapped_column(Double, server_default=text("1"))
+    floor_tokens_per_s: Mapped[float] = mapped_column(Double, server_default=text("0"))
+    notes: Mapped[dict[str, str]] = mapped_column("metadata", JSONB, server_default=text("'{}'::jsonb"))
     idempotency_key: Mapped[str | None] = mapped_column(String(128), unique=True)
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
 
 
+class Project(Base):
+    """What a tenant's keys are grouped by; every tenant has one named "default"."""
+
+    __tablename__ = "projects"
+    __table_args__ = (
+        CheckConstraint("slug ~ '^[a-z0-9-]{1,40}$'", name="slug_shape"),
+        UniqueConstraint("tenant_id", "slug"),
+        UniqueConstraint("tenant_id", "idempotency_key"),
+        Index("ix_projects_tenant_id_created_at_id", "tenant_id", "created_at", "id"),
+    )
+
+    id: Mapped[UUID] = mapped_column(Uuid, primary_key=True, server_default=text("gen_random_uuid()"))
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
+    slug: Mapped[str] = mapped_column(String(40))
+    name: Mapped[str] = mapped_column(String(200))
+    allowed_models: Mapped[list[str] | None] = mapped_column(ARRAY(Text))
+    active: Mapped[bool] = mapped_column(Boolean, server_default=text("true"))
+    notes: Mapped[dict[str, str]] = mapped_column("metadata", JSONB, server_default=text("'{}'::jsonb"))
+    idempotency_key: Mapped[str | None] = mapped_column(String(128))
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+
+
+class Principal(Base):
+    """Who owns keys: a person, who has an e-mail address, or a service account."""
+
+    __tablename__ = "principals"
+    __table_args__ = (
+        CheckConstraint("kind IN ('service_account', 'person')", name="kind"),
+        CheckConstraint("role IN ('admin', 'member', 'viewer')", name="role"),
+        CheckConstraint("(kind = 'person') = (email IS NOT NULL)", name="email"),
+        CheckConstraint("email = lower(email)", name="email_case"),
+        UniqueConstraint("tenant_id", "name"),
+        UniqueConstraint("tenant_id", "idempotency_key"),
+        Index("ix_principals_tenant_id_created_at_id", "tenant_id", "created_at", "id"),
+    )
+
+    id: Mapped[UUID] = mapped_column(Uuid, primary_key=True, server_default=text("gen_random_uuid()"))
+    tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
+    kind: Mapped[str] = mapped_column(String(16))
+    name: Mapped[str] = mapped_column(String(200))
+    email: Mapped[str | None] = mapped_column(String(254))
+    role: Mapped[str] = mapped_column(String(16))
+    active: Mapped[bool] = mapped_column(Boolean, server_default=text("true"))
+    idempotency_key: Mapped[str | None] = mapped_column(String(128))
+    created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+
+
 class ApiKey(Base):
-    """One key of one tenant: its public id, the hash of its secret, never the secret."""
+    """One key of one project: its public id, the hash of its secret, never the secret.
+
+    `identity` is the id of the first key of a chain of rotations, and `rotated_to` the key that follows this one.
+    """
 
     __tablename__ = "api_keys"
     __table_args__ = (
@@ -62,6 +120,12 @@ class ApiKey(Base):
 
     key_id: Mapped[str] = mapped_column(String(11), primary_key=True)
     tenant_id: Mapped[UUID] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"))
+    project_id: Mapped[UUID] = mapped_column(ForeignKey("projects.id", ondelete="CASCADE"), index=True)
+    principal_id: Mapped[UUID | None] = mapped_column(ForeignKey("principals.id", ondelete="SET NULL"), index=True)
+    identity: Mapped[str] = mapped_column(String(11), index=True)
+    rotated_to: Mapped[str | None] = mapped_column(String(11))
+    scopes: Mapped[list[str]] = mapped_column(ARRAY(Text), server_default=text("'{inference,quota:read}'"))
+    notes: Mapped[dict[str, str]] = mapped_column("metadata", JSONB, server_default=text("'{}'::jsonb"))
     name: Mapped[str] = mapped_column(String(200))
     secret_hash: Mapped[bytes] = mapped_column(LargeBinary)
     last4: Mapped[str] = mapped_column(String(4))

@@ -14,13 +14,24 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.paging import Cursor
-from controlplane.tenants.models import ApiKey, PolicyState, Tenant
+from controlplane.tenants.models import ApiKey, PolicyState, Project, Tenant
 
 
 async def add_tenant(session: AsyncSession, **values: Any) -> Tenant | None:
     """None when the slug or the idempotency key is taken."""
     added = await session.scalars(insert(Tenant).values(**values).on_conflict_do_nothing().returning(Tenant))
     return added.one_or_none()
+
+
+async def add_project(session: AsyncSession, **values: Any) -> Project | None:
+    """None when the slug or the idempotency key is taken in this tenant."""
+    added = await session.scalars(insert(Project).values(**values).on_conflict_do_nothing().returning(Project))
+    return added.one_or_none()
+
+
+async def project_by_slug(session: AsyncSession, tenant_id: UUID, slug: str) -> Project | None:
+    found = await session.scalars(select(Project).where(Project.tenant_id == tenant_id, Project.slug == slug))
+    return found.one_or_none()
 
 
 async def tenant_by_slug(session: AsyncSession, slug: str) -> Tenant | None:
@@ -92,31 +103,35 @@ async def key_with_slug(session: AsyncSession, key_id: str) -> tuple[ApiKey, str
     return None if row is None else (row[0], row[1])
 
 
-async def key_with_tenant(session: AsyncSession, key_id: str) -> tuple[ApiKey, Tenant] | None:
-    found = await session.execute(
-        select(ApiKey, Tenant).join(Tenant, Tenant.id == ApiKey.tenant_id).where(ApiKey.key_id == key_id)
-    )
+async def key_with_owners(session: AsyncSession, key_id: str) -> tuple[ApiKey, Project, Tenant] | None:
+    found = await session.execute(_OWNED.where(ApiKey.key_id == key_id))
     row = found.one_or_none()
-    return None if row is None else (row[0], row[1])
+    return None if row is None else (row[0], row[1], row[2])
 
 
-async def keys_with_tenants(
+async def keys_with_owners(
     session: AsyncSession, *, after_id: str, limit: int, now: datetime
-) -> list[tuple[ApiKey, Tenant]]:
+) -> list[tuple[ApiKey, Project, Tenant]]:
     """Keys that may still be used, by id."""
     found = await session.execute(
-        select(ApiKey, Tenant)
-        .join(Tenant, Tenant.id == ApiKey.tenant_id)
-        .where(
+        _OWNED.where(
             ApiKey.key_id > after_id,
             ApiKey.revoked_at.is_(None),
             ApiKey.expires_at.is_(None) | (ApiKey.expires_at > now),
             Tenant.active,
+            Project.active,
         )
         .order_by(ApiKey.key_id)
         .limit(limit)
     )
-    return [(row[0], row[1]) for row in found]
+    return [(row[0], row[1], row[2]) for row in found]
+
+
+_OWNED = (
+    select(ApiKey, Project, Tenant)
+    .join(Project, Project.id == ApiKey.project_id)
+    .join(Tenant, Tenant.id == ApiKey.tenant_id)
+)
 
 
 async def policy_epoch(session: AsyncSession) -> int:

@@ -35,7 +35,8 @@ Moment = Annotated[datetime, Meta(tz=True, examples=["2030-01-01T00:00:00Z"])]
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     """All a gateway needs to know of one API key. `allowed_models` None means every model of every pool.
 
-    `secret_hash` is SHA-256 of the key's secret part. `cache_salt` isolates the tenant's KV prefix cache.
+    `secret_hash` is SHA-256 of the key's secret part. `cache_salt` isolates the tenant's KV prefix cache. `identity`
+    survives rotation: what is counted per key is counted under it.
     """
 
     key_id: str
@@ -48,6 +49,10 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     tenant_active: bool
     expires_at: float | None = None
     priority: int = 0
+    project_id: str = ""
+    project: str = ""
+    identity: str = ""
+    scopes: tuple[str, ...] = ("inference", "quota:read")
 
 
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):

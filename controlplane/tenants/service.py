@@ -7,6 +7,7 @@ the gateways, so nothing here has to. The plain key leaves this module once, ins
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from uuid import UUID
 
@@ -17,9 +18,11 @@ from controlplane.errors import ConflictError, InvalidRequestError, NotFoundErro
 from controlplane.paging import LARGEST, Cursor, Page, decode, page
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants import repository
-from controlplane.tenants.models import ApiKey, Tenant
+from controlplane.tenants.models import ApiKey, Project, Tenant
 from controlplane.tenants.schemas import CreatedKey, KeyGrant, KeyView, TenantPatch, TenantView
 from controlplane.tenants.validation import check_key, check_tenant
+
+DEFAULT_PROJECT = "default"
 
 
 async def create_tenant(
@@ -31,7 +34,8 @@ async def create_tenant(
     priority: int = 0,
     idempotency_key: str | None = None,
 ) -> TenantView:
-    """A new tenant with its own cache salt. Repeated with the same idempotency key, the one made before.
+    """A new tenant with its own cache salt and a project named "default". Repeated with the same idempotency key, the
+    one made before.
 
     Raises InvalidRequestError, or ConflictError when the slug is taken.
     """
@@ -46,6 +50,7 @@ async def create_tenant(
         idempotency_key=idempotency_key,
     )
     if added is not None:
+        await repository.add_project(session, tenant_id=added.id, slug=DEFAULT_PROJECT, name="Default")
         return tenant_view(added)
     before = await repository.tenant_by_idempotency_key(session, idempotency_key) if idempotency_key else None
     if before is not None:
@@ -100,11 +105,14 @@ async def create_key(
     """
     check_key(name=name, allowed_models=allowed_models, expires_at=expires_at, now=datetime.now(UTC))
     tenant = await _tenant(session, tenant_slug)
+    project = await _project(session, tenant, DEFAULT_PROJECT)
     minted = api_keys.mint()
     added = await repository.add_key(
         session,
         key_id=minted.key_id,
         tenant_id=tenant.id,
+        project_id=project.id,
+        identity=minted.key_id,
         name=name,
         secret_hash=minted.secret_hash,
         last4=minted.last4,
@@ -151,13 +159,13 @@ async def revoke_key(session: AsyncSession, key_id: str) -> KeyView:
 
 async def load_key(session: AsyncSession, key_id: str) -> KeyGrant | None:
     """What a gateway needs to judge one key; None when there is no such key. One query."""
-    found = await repository.key_with_tenant(session, key_id)
+    found = await repository.key_with_owners(session, key_id)
     return None if found is None else _grant(*found)
 
 
 async def load_keys(session: AsyncSession, *, after_id: str = "", limit: int = 1000) -> list[KeyGrant]:
     """Usable keys in id order, for a gateway's snapshot: call again with the last id. One query."""
-    rows = await repository.keys_with_tenants(session, after_id=after_id, limit=limit, now=datetime.now(UTC))
+    rows = await repository.keys_with_owners(session, after_id=after_id, limit=limit, now=datetime.now(UTC))
     return [_grant(*row) for row in rows]
 
 
@@ -193,27 +201,31 @@ def key_view(key: ApiKey, slug: str) -> KeyView:
     )
 
 
-def _grant(key: ApiKey, tenant: Tenant) -> KeyGrant:
+def _grant(key: ApiKey, project: Project, tenant: Tenant) -> KeyGrant:
     return KeyGrant(
         key_id=key.key_id,
         secret_hash=key.secret_hash,
         tenant_id=str(tenant.id),
         tenant=tenant.slug,
         cache_salt=tenant.cache_salt,
-        allowed_models=_narrower(tenant.allowed_models, key.allowed_models),
+        allowed_models=_narrower(_narrower(tenant.allowed_models, project.allowed_models), key.allowed_models),
         revoked=key.revoked_at is not None,
-        tenant_active=tenant.active,
+        tenant_active=tenant.active and project.active,
         expires_at=key.expires_at.timestamp() if key.expires_at else None,
         priority=tenant.priority,
+        project_id=str(project.id),
+        project=project.slug,
+        identity=key.identity,
+        scopes=tuple(key.scopes),
     )
 
 
-def _narrower(tenant: list[str] | None, key: list[str] | None) -> tuple[str, ...] | None:
-    """A key never opens more than its tenant has."""
-    if tenant is None or key is None:
-        both = key if tenant is None else tenant
+def _narrower(above: Sequence[str] | None, below: Sequence[str] | None) -> tuple[str, ...] | None:
+    """A project never opens more than its tenant has, nor a key more than its project."""
+    if above is None or below is None:
+        both = below if above is None else above
         return None if both is None else tuple(both)
-    return tuple(model for model in key if model in set(tenant))
+    return tuple(model for model in below if model in set(above))
 
 
 async def _tenant(session: AsyncSession, slug: str) -> Tenant:
@@ -221,6 +233,15 @@ async def _tenant(session: AsyncSession, slug: str) -> Tenant:
     if tenant is None:
         raise _no_tenant(slug)
     return tenant
+
+
+async def _project(session: AsyncSession, tenant: Tenant, slug: str) -> Project:
+    project = await repository.project_by_slug(session, tenant.id, slug)
+    if project is None:
+        raise NotFoundError(
+            f"the tenant {tenant.slug} has no project {slug[:40]}", code="project_not_found", param="project"
+        )
+    return project
 
 
 def _tenant_cursor(after: str | None) -> Cursor | None:

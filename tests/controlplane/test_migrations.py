@@ -86,8 +86,9 @@ async def test_a_policy_change_by_anybody_bumps_the_epoch_and_notifies(
     listener, writer = await asyncpg.connect(committed_database), await asyncpg.connect(committed_database)
     await writer.execute("INSERT INTO tenants (slug, name, cache_salt) VALUES ('acme', 'Acme', 'salt')")
     await writer.execute(
-        "INSERT INTO api_keys (key_id, tenant_id, name, secret_hash, last4) "
-        "SELECT 'k1', id, 'ci', '\\x00', 'abcd' FROM tenants"
+        "WITH project AS (INSERT INTO projects (tenant_id, slug, name) SELECT id, 'default', 'Default' FROM tenants "
+        "RETURNING id, tenant_id) INSERT INTO api_keys (key_id, identity, tenant_id, project_id, name, secret_hash, "
+        "last4) SELECT 'k1', 'k1', tenant_id, id, 'ci', '\\x00', 'abcd' FROM project"
     )
     before = await writer.fetchval("SELECT epoch FROM policy_state")
     ids = {"tenants": str(await writer.fetchval("SELECT id FROM tenants")), "api_keys": "k1"}

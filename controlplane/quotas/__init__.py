@@ -1,0 +1,1 @@
+"""What tenants may use, how it is counted, and what it costs."""
