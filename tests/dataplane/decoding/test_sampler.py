@@ -265,6 +265,20 @@ def test_what_a_grammar_needs_and_a_ban_forbids_is_named() -> None:
     assert sample(spread()[None], [torn])[1] == {0: NOTHING_LEFT}
 
 
+def test_logits_that_are_no_numbers_are_the_models_failure_whatever_the_grammar_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = spelling("b").start()
+
+    def gives_up(*_: object) -> None:
+        raise GrammarError("too much work")
+
+    monkeypatch.setattr(GrammarState, "fill", gives_up)
+    spelled = RowParams(SamplingParams(), 5, (), [0], 1, grammar=state)
+    assert sample(torch.full((1, VOCAB), float("nan")), [spelled])[1] == {0: NOT_FINITE}
+    assert sample(spread()[None], [spelled])[1] == {0: "too much work"}
+
+
 def test_a_grammar_goes_on_where_a_preempted_request_stood() -> None:
     compiled = spelling("abcdef")
     assert spell(compiled.start([0, 1, 2]), 4) == "def."
