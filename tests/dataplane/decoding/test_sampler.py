@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from dataplane.decoding import sampler
-from dataplane.decoding.grammar import CompiledGrammar, GrammarCompiler, GrammarState
+from dataplane.decoding.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
 from dataplane.decoding.sampler import NOT_FINITE, NOTHING_LEFT, RowParams, sample
 from dataplane.protocol import Grammar, GrammarKind, SamplingParams
 
