@@ -378,7 +378,7 @@ class Report(Message, frozen=True, kw_only=True):
 
 
 class Command(Message, frozen=True, kw_only=True):
-    """One instruction to a replica: `drain`, `resync`, `profile`."""
+    """One instruction to a replica: `drain`, `resume`, `resync`, `profile`."""
 
     id: str
     kind: str

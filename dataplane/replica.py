@@ -43,7 +43,7 @@ ABORT_S = 1.0
 
 
 class Replica:
-    """The replica's state and its two verbs: `begin` an attempt, `drain`.
+    """The replica's state and its verbs: `begin` an attempt, `drain`, `resume`.
 
     `changed` is set whenever the state changed or somebody should be told at once.
     """
@@ -78,6 +78,7 @@ class Replica:
         self._grammars = GrammarChecker(config.model_path)
         self._intake = Intake(tokenizer, self._grammars, max_sequences=config.max_sequences)
         self._draining = ""
+        self._stopping = False
         self._stats_epoch = 0
         self._stats = Counters()
         self._running: set[Attempt] = set()
@@ -117,8 +118,16 @@ class Replica:
             self._draining = reason
             self.changed.set()
 
+    def resume(self) -> None:
+        """Take requests again after a drain; a replica that is being stopped does not."""
+        if self._draining and not self._stopping:
+            logger.info("serving again")
+            self._draining = ""
+            self.changed.set()
+
     async def stop(self, drain_s: float, *, hurry: asyncio.Event | None = None) -> None:
         """Let running requests go on for up to `drain_s` seconds or until `hurry`, abort the rest, stop the core."""
+        self._stopping = True
         self.drain("shutting down")
         await _first_of(drain_s, self._idle, *([hurry] if hurry else []))
         for attempt in list(self._running):

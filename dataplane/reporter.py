@@ -93,6 +93,7 @@ class Reporter:
         self._done: OrderedDict[str, None] = OrderedDict()
         self._commands: dict[str, Callable[[Command], None]] = {
             "drain": lambda _: replica.drain("the control plane asked to drain"),
+            "resume": lambda _: replica.resume(),
             "resync": lambda _: replica.book.resync(),
         }
         self.failures = 0

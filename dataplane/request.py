@@ -159,6 +159,7 @@ class Request:
             placeholders=0,
             in_flight=0,
             admission=-1,
+            preemptions=0,
             block_hashes=[],
             kv_block_seconds=0.0,
             device_seconds=0.0,

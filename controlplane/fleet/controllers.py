@@ -59,7 +59,7 @@ class FleetController(Controller):
     @delete(
         "/replicas/{replica:str}/drain",
         operation_id="undrainReplica",
-        summary="Stop wanting a replica drained; one that drains already serves again from its next start",
+        summary="Stop wanting a replica drained; it serves again when it hears of it, within about a second",
         status_code=200,
     )
     async def undrain(

@@ -116,7 +116,8 @@ def commands(stored: ReplicaFacts | None, drain_wanted: bool, report: Report) ->
     """What to tell the sender of `report`, given what was stored before it.
 
     `resync` when the sender believes more was stored than is (a restored database); `drain` for as long as an
-    operator wants it and the replica does not say it drains. Ids repeat, so that a repeat is harmless.
+    operator wants it and the replica does not say it drains; `resume` while none does and it says so, which a replica
+    that shuts down passes over. A repeat of either changes nothing.
     """
     wanted = []
     same_boot = stored is not None and stored.boot_epoch == report.boot_epoch
@@ -124,5 +125,7 @@ def commands(stored: ReplicaFacts | None, drain_wanted: bool, report: Report) ->
     if report.acknowledged > known_sequence and not report.full:
         wanted.append(Command(id=f"resync-{report.boot_epoch}-{report.acknowledged}", kind="resync"))
     if drain_wanted and report.state not in (ReplicaState.DRAINING, ReplicaState.FAILED):
-        wanted.append(Command(id=f"drain-{report.boot_epoch}", kind="drain"))
+        wanted.append(Command(id=f"drain-{report.boot_epoch}-{report.sequence}", kind="drain"))
+    if not drain_wanted and report.state is ReplicaState.DRAINING:
+        wanted.append(Command(id=f"resume-{report.boot_epoch}-{report.sequence}", kind="resume"))
     return wanted

@@ -33,6 +33,7 @@ KNOWN_CODES = frozenset(
         "context_length_exceeded",
         "invalid_value",
         "invalid_type",
+        "invalid_json",
         "invalid_request",
         "invalid_grammar",
         "constraint_unsatisfiable",

@@ -12,6 +12,7 @@ replica's front refuses more of them, by the time and memory that they take ther
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -22,11 +23,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
+from dataplane.decoding.schema_check import check_schema
 from dataplane.protocol import Grammar, GrammarKind
 from dataplane.request import RequestError
 
 MAX_TEXT = 64 * 1024
 """Characters a schema, expression, grammar or list of choices may have."""
+MAX_CHOICES = 1999
+"""Strings one may be chosen from: alternatives that llguidance follows side by side."""
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 KEPT = 32
 """Compiled grammars that are kept, the least recently used one leaving first."""
 TRIAL_STEPS = 4
@@ -270,8 +275,10 @@ def _source(grammar: Grammar) -> str:
 
 def _json_source(schema: str) -> str:
     """`lenient` would let a schema have its unsupported keywords ignored."""
-    if not isinstance(json.loads(schema), dict):
+    root = json.loads(schema)
+    if not isinstance(root, dict):
         raise ValueError("a schema must be an object")  # noqa: TRY004 - of JSON, not of Python
+    check_schema(root)
     return LLMatcher.grammar_from_json_schema(
         schema, overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": WHITESPACE}
     )
@@ -279,7 +286,7 @@ def _json_source(schema: str) -> str:
 
 def _lark(text: str) -> str:
     """GBNF (`root ::= …`) is turned into Lark (`start: …`), which is taken as it is."""
-    if "::=" not in text:
+    if not GBNF_RULE.search(text):
         return text
     try:
         return gbnf_to_lark(text)
@@ -292,6 +299,8 @@ def _lark(text: str) -> str:
 def _choice(choices: object) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("choice must be a list of at least one string")
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"choice holds {len(choices)} strings, at most {MAX_CHOICES} may be given; enum takes more")
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 

@@ -124,8 +124,10 @@ def sample(logits: Tensor, rows: list[RowParams]) -> tuple[list[int], dict[int, 
                 bad[index] = str(error)
     best, tokens = logits.max(dim=-1)
     for index in torch.nonzero(~torch.isfinite(best)).flatten().tolist():
-        forbidden = best[index] == float("-inf") and rows[index].forbids
-        bad.setdefault(index, NOTHING_LEFT if forbidden else NOT_FINITE)
+        if best[index] == float("-inf") and rows[index].forbids:
+            bad.setdefault(index, NOTHING_LEFT)
+        else:
+            bad[index] = NOT_FINITE
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and index not in bad]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [rows[index] for index in drawn])

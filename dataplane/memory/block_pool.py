@@ -87,7 +87,7 @@ class BlockPool:
                 self.evictions += 1
                 if last and self._evicted is not None:
                     self._evicted(block, key)
-            block.refs = 1
+            block.refs, block.parent = 1, None
             taken.append(block)
         return taken
 
@@ -117,18 +117,20 @@ class BlockPool:
 
     def distrust(self, keys: Set[bytes]) -> None:
         """Nobody finds these contents: blocks that are held become suspect, free ones are to be cleared."""
-        for block in self.blocks:
-            if block.key is not None and block.key in keys:
-                if block.refs:
-                    self.suspect(block)
-                else:
-                    self.forget(block)
-                    self.to_clear.add(block.block_id)
+        for block in [block for key in keys for block in self.index.all(key)]:
+            if block.refs:
+                self.suspect(block)
+            else:
+                self.forget(block)
+                self.to_clear.add(block.block_id)
 
-    def clear_unnamed(self) -> None:
-        """Have the free blocks cleared that were written to and are not cached: nothing says what they follow."""
-        touched = self.touched
-        self.to_clear |= {block.block_id for block in self.free if block.key is None and block.block_id <= touched}
+    def clear_unnamed(self, keys: Set[bytes], known: Set[bytes]) -> None:
+        """Have those free blocks cleared that have no name and follow one of `keys`, or one that is not `known`."""
+        self.to_clear |= {
+            block.block_id
+            for block in self.free
+            if block.key is None and block.parent is not None and (block.parent in keys or block.parent not in known)
+        }
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, full ones that follow `parent`, under `hashes`; `tokens`, their contents, are for events."""

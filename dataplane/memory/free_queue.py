@@ -13,7 +13,7 @@ from dataplane.errors import IntegrityError
 
 class Block:
     """One KV block. `refs` counts the tables that hold it; `key` is its hash while it is indexed, and `parent` that of
-    the block before it in its chain, None at the start.
+    the block before it in its chain, None at the start. A free block without a hash may still know its parent.
 
     What a `suspect` block holds is not to be trusted; it is to be cleared once nobody holds it.
     """

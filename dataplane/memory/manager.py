@@ -193,31 +193,37 @@ class KVManager:
         if table is not None:
             if self.pool.suspects:
                 self._spread(table)
-            self.pool.release(table.blocks)
+            self._give_back(table)
             self._replaced.pop(request.request_id, None)
         self.drop_swapped(request)
 
-    def distrust(self, request: Request) -> None:
-        """What the request holds is not to be found from now on: its KV is not to be trusted.
+    def distrust(self, requests: Iterable[Request]) -> None:
+        """What these requests hold is not to be found from now on: their KV is not to be trusted.
 
-        It and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
+        They and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
         back. So is what anyone has computed after such a block, and will compute: those who share it, those who have
-        gone and left theirs in the cache, and those who are swapped out.
+        gone and left theirs in the cache, and those who are swapped out. One pass over both tiers.
         """
-        table = self._tables.get(request.request_id)
-        if table is None:
+        tables = [self._tables[request.request_id] for request in requests if request.request_id in self._tables]
+        keys: set[bytes] = set()
+        for table in tables:
+            keys |= self._suspect(table.blocks)
+        if not keys and not self.pool.suspects:
             return
-        keys = self._suspect(table.blocks)
-        before = 0
-        while before < self.pool.suspects:
-            before = self.pool.suspects
-            for other in self._tables.values():
-                keys |= self._spread(other)
-            keys = descendants(keys, self.pool.parents() | self.host.parents())
-            self.pool.distrust(keys)
+        keys |= self._spread_all()
+        known = self.pool.parents() | self.host.parents()
+        keys = descendants(keys, known)
+        self.pool.distrust(keys)
+        self._spread_all()  # whose blocks after those have no name yet
         self._swap.distrust(keys)
         self.host.forget(keys)
-        self.pool.clear_unnamed()
+        self.pool.clear_unnamed(keys, known.keys())
+
+    def trusts(self, request: Request) -> bool:
+        """Whether nothing is known against the KV that the request has, on the device or in host memory."""
+        table, swapped = self._tables.get(request.request_id), self._swap.get(request.request_id)
+        suspect = table is not None and self.pool.suspects and _first_suspect(table) < len(table.blocks)
+        return not suspect and (swapped is None or swapped.trusted)
 
     def scrub(self, blocks: Iterable[int]) -> None:
         """Have blocks cleared that a request holds and has no KV in yet."""
@@ -246,17 +252,20 @@ class KVManager:
         self.swapped_out += moved
         del self._tables[request.request_id]
         self._replaced.pop(request.request_id, None)
-        self.pool.release(table.blocks)
+        self._give_back(table)
         return True
 
     def swap_in(self, request: Request, tokens: int, *, keep_free: int = 0, reserve: int = 0) -> list[int] | None:
         """Bring a swapped request back, with room for `tokens` more; its whole new table, or None if it does not fit.
 
-        What the device's cache still has of it is shared, not copied. `swapped_tokens` of it are computed.
+        What the device's cache still has of it is shared, not copied. `swapped_tokens` of it are computed. Its KV is to
+        be trusted.
         """
         swapped = self._swap.get(request.request_id)
         if swapped is None:
             raise IntegrityError(f"request {request.request_id} is not in host memory")
+        if not swapped.trusted:
+            raise IntegrityError(f"what request {request.request_id} has in host memory is not to be trusted")
         hits = self.pool.lookup(request.block_hashes[: swapped.hashed])
         known = swapped.tokens + tokens
         table = self._new_table(hits, swapped.blocks[len(hits) :], known, keep_free, reserve)
@@ -265,8 +274,6 @@ class KVManager:
         self.swapped_in += len(swapped.blocks) - len(hits)
         self._tables[request.request_id] = table
         self.host.release(self._swap.pop(request.request_id))
-        if swapped.trusted < len(swapped.blocks):
-            self._suspect(table.blocks[max(swapped.trusted, len(hits)) :])
         self._cache_full(request, table)
         return [block.block_id for block in table.blocks]
 
@@ -373,6 +380,24 @@ class KVManager:
                 keys.add(block.key)
             self.pool.suspect(block)
         return keys
+
+    def _spread_all(self) -> set[bytes]:
+        """The same for every table, whatever order they stand in; the contents that were to be found there."""
+        keys: set[bytes] = set()
+        before = -1
+        while before < self.pool.suspects:
+            before = self.pool.suspects
+            for table in self._tables.values():
+                keys |= self._spread(table)
+        return keys
+
+    def _give_back(self, table: Table) -> None:
+        """Release a table's blocks. Those without a name of their own keep that of the last before them."""
+        if 0 < table.hashed < len(table.blocks):
+            last = table.blocks[table.hashed - 1].key
+            for block in table.blocks[table.hashed :]:
+                block.parent = last
+        self.pool.release(table.blocks)
 
     def _spread(self, table: Table) -> set[bytes]:
         """What was computed after a block that is not to be trusted is not either."""

@@ -8,7 +8,7 @@ tenants, adapters or formats never meet. The index only finds; it owns no block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 
 from dataplane.memory.free_queue import Block
@@ -72,6 +72,10 @@ class PrefixIndex:
         """The block that was indexed first under `key`."""
         blocks = self._blocks.get(key)
         return next(iter(blocks.values())) if blocks else None
+
+    def all(self, key: bytes) -> Iterable[Block]:
+        """Every block that is indexed under `key`."""
+        return self._blocks.get(key, {}).values()
 
     def add(self, key: bytes, block: Block) -> bool:
         """Index `block`; True if `key` was not there before."""

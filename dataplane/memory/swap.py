@@ -18,13 +18,13 @@ from dataplane.memory.moves import MoveLog
 class Swapped:
     """One request's blocks in order of position: `tokens` positions, the first `hashed` blocks under their hash.
 
-    What the first `trusted` blocks hold is right as far as anyone knows.
+    `trusted` says that nothing is known against what they hold.
     """
 
     blocks: list[HostBlock]
     hashed: int
     tokens: int
-    trusted: int
+    trusted: bool = True
 
 
 class SwapSpace:
@@ -66,16 +66,13 @@ class SwapSpace:
                 self._moves.out(block, copies[index])
                 if index < hashed and block.key is not None:
                     self._host.name(copies[index], block.key, block.parent)
-        self._swapped[request_id] = Swapped(copies, hashed, tokens, trusted=len(copies))
+        self._swapped[request_id] = Swapped(copies, hashed, tokens)
         return fresh
 
     def distrust(self, keys: Set[bytes]) -> None:
-        """These contents are not to be trusted, nor what a request computed after them. The host still knows them."""
+        """Who has one of these contents is not to be brought back. The host still knows them by name."""
         for swapped in self._swapped.values():
-            for index, block in enumerate(swapped.blocks[: swapped.trusted]):
-                if block.key in keys:
-                    swapped.trusted = index
-                    break
+            swapped.trusted = swapped.trusted and not any(block.key in keys for block in swapped.blocks)
 
     def pop(self, request_id: str) -> list[HostBlock]:
         """Forget a request; its blocks, which the caller must release."""

@@ -197,6 +197,7 @@ class Roster:
         request.move(RequestState.WAITING_FOR_REMOTE_KV)
         request.computed, request.kv_since = have, now
         request.found_in_host = match.host_tokens
+        self._room.promise(request, self._room.forks(request))
         self._loads.ask(request, blocks, have // size, (have + remote) // size)
         return True
 
@@ -222,8 +223,18 @@ class Roster:
         """Take the blocks of a request that was loaded and waits; it will be loaded or computed again."""
         self._accrue(request, now)
         del self._loads.loaded[request.request_id]
+        self._room.keep(request)
         self.kv.free(request)
         request.computed = 0
+
+    def _forget_computed(self, request: Request, now: float) -> None:
+        """What a waiting request has, loaded or swapped out, is not to be trusted: it starts from nothing."""
+        if request.request_id in self._loads.loaded:
+            self._unload(request, now)
+        else:
+            self.kv.drop_swapped(request)
+            request.computed = 0
+            request.prompt_logprobs.clear()
 
     def _preempt(self, request: Request, now: float, *, swap: bool) -> None:
         """Take a running request's blocks, to host memory if `swap` and it has room; it comes back before new ones."""
@@ -264,8 +275,9 @@ class Roster:
         child = parent.fork(request_id, number + 1)
         child.move(state)
         parent.forks = (*parent.forks[:number], "", *parent.forks[number + 1 :])
-        if parent.state is RequestState.RUNNING:
-            self._forks_to_come -= 1
+        running = parent.state is RequestState.RUNNING
+        self._forks_to_come -= running
+        if running or parent.request_id in self._room.promised:
             self._room.keep(parent)
             self._room.promise(parent, self._room.forks(parent))
         self.accounts.finished(child)
@@ -281,6 +293,7 @@ class Roster:
             self._leave_running(request, now)
         else:
             self._accrue(request, now)
+            self._room.keep(request)
         if where not in (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV):
             self._loads.loaded.pop(request.request_id, None)
             self.waiting.remove(request)

@@ -197,8 +197,11 @@ class Scheduler(Roster):
         request as large as the pool would never start.
         """
         request_id, match, kv = request.request_id, NO_MATCH, self.kv
+        if not kv.trusts(request):
+            self._forget_computed(request, now)
         swapped, loaded = kv.is_swapped(request_id), request_id in self._loads.loaded
-        keep_free = self._room.keep_free(alone=not self.running, forks=self._room.forks(request))
+        forks = 0 if loaded else self._room.forks(request)  # promised when it was loaded
+        keep_free = self._room.keep_free(alone=not self.running, forks=forks)
         if loaded:
             self._accrue(request, now)
         elif not swapped:
@@ -244,10 +247,9 @@ class Scheduler(Roster):
         """Those of a step who still run, now that its result is in. The others may have waited for it to end."""
         running = RequestState.RUNNING
         landed = self._flights.land(plan.step)
-        for request in landed if result.errors else ():
+        if failed := result.errors.keys() - result.refusals.keys():
             # Before anyone's blocks are free: who shared them may have left meanwhile.
-            if request.request_id in result.errors and request.request_id not in result.refusals:
-                self.kv.distrust(request)
+            self.kv.distrust([request for request in landed if request.request_id in failed])
         live = [request for request in landed if request.state is running]
         if len(live) < len(landed):
             for request in landed:

@@ -56,6 +56,12 @@ def test_a_sender_that_believes_more_is_stored_than_is_must_resync() -> None:
 def test_drain_is_asked_for_until_the_replica_says_so() -> None:
     known = stored()
     first, again = (commands(known, True, report(sequence=n)) for n in (2, 3))
-    assert [one.kind for one in first] == ["drain"]
-    assert [one.id for one in first] == [one.id for one in again], "a repeat must be recognisable"
+    assert [one.kind for one in (*first, *again)] == ["drain", "drain"]
+    assert first[0].id != again[0].id, "one drained, resumed and drained again obeys again"
     assert commands(known, True, report(sequence=4, state=ReplicaState.DRAINING)) == []
+
+
+def test_who_drains_and_is_wanted_to_no_longer_is_told_to_resume() -> None:
+    known = stored()
+    assert [one.kind for one in commands(known, False, report(sequence=2, state=ReplicaState.DRAINING))] == ["resume"]
+    assert commands(known, False, report(sequence=3)) == []

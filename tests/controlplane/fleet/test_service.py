@@ -244,7 +244,10 @@ async def test_draining_shows_at_once_reaches_the_replica_and_outlives_its_resta
     (route,) = (await service.load_fleet(session)).replicas
     assert route.state is ReplicaState.DRAINING
     await service.set_drain(session, "r1", False, reason="done")
-    intake = await service.take_in(session, [report(sequence=2, boot_epoch=BOOT + 1)], NOW)
+    draining = report(sequence=2, boot_epoch=BOOT + 1, state=ReplicaState.DRAINING)
+    intake = await service.take_in(session, [draining], NOW)
+    assert [one.kind for one in intake.registrations[0].commands] == ["resume"]
+    intake = await service.take_in(session, [report(sequence=3, boot_epoch=BOOT + 1)], NOW)
     assert intake.registrations[0].commands == []
     (route,) = (await service.load_fleet(session)).replicas
     assert route.state is ReplicaState.READY

@@ -115,6 +115,10 @@ LANGUAGES: list[tuple[GrammarKind, Any, list[str], list[str]]] = [
         ["1+", "()", "(1"],
     ),
     (GrammarKind.EBNF, 'start: "a" /[0-9]+/\n', ["a12"], ["a", "12"]),
+    (GrammarKind.EBNF, 'start: "a ::= b"', ["a ::= b"], ["a", "b"]),
+    (JSON, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0", "1.5"]),
+    (JSON, {"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 3}, ["2.5"], ["2", "3"]),
+    (GrammarKind.CHOICE, [str(number) for number in range(1000, 2999)], ["1000", "2998"], ["999", "2999"]),
 ]
 
 
@@ -230,7 +234,12 @@ REFUSED: list[tuple[GrammarKind, Any, str]] = [
     (JSON, {"type": "wizard"}, "wizard"),
     (JSON, {"type": "integer", "minimum": 5, "maximum": 3}, "greater than maximum"),
     (JSON, {"type": "object", "required": ["a"], "properties": {"a": False}}, "unsatisfiable"),
-    (JSON, {"$ref": "#"}, "no text at all"),
+    (JSON, {"$ref": "#"}, "no finite text"),
+    (JSON, {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no finite text"),
+    (JSON, {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum at # cannot be enforced"),
+    (JSON, {"items": {"minimum": -1.5, "exclusiveMaximum": -1}}, "exclusiveMaximum at #/items cannot be enforced"),
+    (JSON, {"type": "integer", "minimum": 2**63, "maximum": 2**63}, "minimum at # is beyond 64 bits"),
+    (GrammarKind.CHOICE, [str(number) for number in range(2000)], "at most 1999"),
     (JSON, {"$ref": "http://example.com/x.json"}, "example.com"),
     (JSON, {"$ref": "file:///etc/passwd"}, "passwd"),
     (JSON, {"not": {"type": "string"}}, "not"),

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from dataplane.decoding import sampler
-from dataplane.decoding.grammar import CompiledGrammar, GrammarCompiler, GrammarState
+from dataplane.decoding.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
 from dataplane.decoding.sampler import NOT_FINITE, NOTHING_LEFT, RowParams, sample
 from dataplane.protocol import Grammar, GrammarKind, SamplingParams
 
@@ -263,6 +263,20 @@ def test_a_finished_grammar_ends_before_min_tokens() -> None:
 def test_what_a_grammar_needs_and_a_ban_forbids_is_named() -> None:
     torn = RowParams(SamplingParams(bad_words=((1,),)), 5, (), [0], 1, grammar=spelling("b").start())
     assert sample(spread()[None], [torn])[1] == {0: NOTHING_LEFT}
+
+
+def test_logits_that_are_no_numbers_are_the_models_failure_whatever_the_grammar_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = spelling("b").start()
+
+    def gives_up(*_: object) -> None:
+        raise GrammarError("too much work")
+
+    monkeypatch.setattr(GrammarState, "fill", gives_up)
+    spelled = RowParams(SamplingParams(), 5, (), [0], 1, grammar=state)
+    assert sample(torch.full((1, VOCAB), float("nan")), [spelled])[1] == {0: NOT_FINITE}
+    assert sample(spread()[None], [spelled])[1] == {0: "too much work"}
 
 
 def test_a_grammar_goes_on_where_a_preempted_request_stood() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dataplane.errors import IntegrityError
 from dataplane.memory.manager import KVManager
 from dataplane.memory.prefix_cache import descendants
 from dataplane.request import Request
@@ -16,7 +19,7 @@ def test_blocks_whose_content_is_not_to_be_trusted_are_forgotten_and_cleared_whe
     start(manager, good)
     bad = make_request("1", COMMON)
     start(manager, bad)
-    manager.distrust(bad)
+    manager.distrust([bad])
     assert manager.match(make_request("2", [*COMMON, 5])).tokens == 0
     assert manager.take_scrub() == []
     manager.free(bad)
@@ -43,7 +46,7 @@ def test_what_follows_kv_that_is_not_to_be_trusted_is_not_either() -> None:
         assert manager.allocate(request, computed - match.tokens, match) is not None
         request.computed = computed
     assert manager.pool.index.get(other.block_hashes[3]) is not None
-    manager.distrust(bad)
+    manager.distrust([bad])
     assert manager.match(make_request("x", range(40))).tokens == 0
     # It goes on: none of its blocks is indexed, and all of them are cleared.
     assert manager.allocate(other, 22) is not None
@@ -78,16 +81,15 @@ def test_what_was_left_by_a_request_that_is_gone_is_not_found_either() -> None:
     start(manager, other)
     manager.free(other)
     assert manager.take_scrub() == []
-    long, short = make_request("long", range(24)), make_request("short", range(9))
+    long, short = make_request("long", range(26)), make_request("short", range(9))
     start(manager, long)
     manager.free(long)
     start(manager, short)
     manager.take_events()
-    manager.distrust(short)
+    manager.distrust([short])
     assert len(manager.take_events()) == 6, "an indexer is told"
     manager.free(short)
-    # Of `other` the block that nobody can find: who knows what filled it.
-    assert manager.take_scrub() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert manager.take_scrub() == [4, 5, 6, 7, 8, 9, 10, 11], "the last but one block has no name, but follows"
     again = make_request("again", range(9))
     start(manager, again)
     assert manager.match(make_request("x", range(25))).tokens == 8, "what is computed anew, and no more"
@@ -107,7 +109,7 @@ def test_what_was_evicted_to_host_memory_is_not_found_either() -> None:
     assert manager.match(make_request("x", range(25))).host_tokens > 0
     start(manager, short)
     manager.take_transfers()
-    manager.distrust(short)
+    manager.distrust([short])
     manager.free(short)
     assert manager.match(make_request("x", range(25))).tokens == 0
     assert start(manager, make_request("again", range(9)))[0] == []
@@ -115,22 +117,21 @@ def test_what_was_evicted_to_host_memory_is_not_found_either() -> None:
     manager.check_integrity()
 
 
-def test_what_a_swapped_request_computed_from_it_is_not_indexed_when_it_comes_back() -> None:
+def test_what_a_swapped_request_computed_from_it_is_not_brought_back() -> None:
     manager = KVManager(20, 4, host_blocks=12)
     long, short = long_and_short(manager)
     long.computed = 24
     assert manager.swap_out(long)
     manager.take_transfers()
-    manager.distrust(short)
+    manager.distrust([short])
     manager.free(short)
     assert manager.match(make_request("x", range(25))).tokens == 0
-    assert manager.swap_in(long, 1) is not None
-    assert manager.match(make_request("x", range(25))).tokens == 0
-    assert not manager.swap_out(long)
-    held = manager.table("long")
-    manager.take_scrub()
-    manager.free(long)
-    assert set(manager.take_scrub()) == set(held)
+    assert not manager.trusts(long)
+    with pytest.raises(IntegrityError, match="is not to be trusted"):
+        manager.swap_in(long, 1)
+    manager.drop_swapped(long)
+    assert manager.trusts(long)
+    assert manager.host.used == 0
     manager.check_integrity()
 
 
@@ -143,8 +144,9 @@ def test_a_swapped_request_keeps_what_came_before() -> None:
     assert manager.swap_out(kept)
     manager.take_transfers()
     start(manager, bad := make_request("bad", range(50, 60)))
-    manager.distrust(bad)
+    manager.distrust([bad])
     manager.free(bad)
+    assert manager.trusts(kept)
     assert manager.swap_in(kept, 1) is not None
     assert manager.match(make_request("x", range(13))).tokens == 12
     manager.check_integrity()

@@ -169,7 +169,7 @@ def test_contents_that_are_not_to_be_trusted_are_forgotten_in_host_memory_too() 
     c = make_request("c", [1] * 9)
     start(manager, c)
     assert manager.host.cached == 5
-    manager.distrust(c)
+    manager.distrust([c])
     manager.free(c)
     assert len(manager.take_scrub()) == 3
     assert manager.match(make_request("x", [1] * 9)).tokens == 0

@@ -162,6 +162,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
         request = self.swapped[data.draw(st.sampled_from(sorted(self.swapped)))]
+        if not self.manager.trusts(request):
+            return
         count = data.draw(st.integers(0, len(request.tokens) - request.computed))
         table = self._whole_or_nothing(lambda: self.manager.swap_in(request, count))
         if table is None:
@@ -185,7 +187,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         self.step()
         request = self._idle(data)
-        self.manager.distrust(request)
+        self.manager.distrust([request])
         self.manager.free(request)
         self._lost(request, over=True)
 
@@ -246,10 +248,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.free(other)
                 self._lost(other, over=True)
             self.step()
-            table = self.manager.swap_in(request, 0)
-            assert table is not None, "an empty pool cannot hold what it held before"
-            self._runs(request, table, request.computed, 0)
-            self.step()
+            if self.manager.trusts(request):
+                table = self.manager.swap_in(request, 0)
+                assert table is not None, "an empty pool cannot hold what it held before"
+                self._runs(request, table, request.computed, 0)
+                self.step()
+            else:
+                self.manager.drop_swapped(request)
             del self.swapped[request.request_id]
         for request in self.running.values():
             self.manager.free(request)

@@ -217,6 +217,14 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path:
         assert (status, body["error"]["code"]) == (503, "draining")
         assert "retry-after" in headers
         assert replica.core.in_flight == 1, "the running request goes on"
+        replica.resume()
+        assert replica.state is ReplicaState.READY
+        stopping = asyncio.create_task(replica.stop(30.0, hurry=(hurry := asyncio.Event())))
+        await until(lambda: replica.state is ReplicaState.DRAINING, "it stops")
+        replica.resume()
+        assert replica.state is ReplicaState.DRAINING, "who is told to stop does not come back"
+        hurry.set()
+        await stopping
 
 
 async def test_a_silent_core_keeps_its_gauges_and_is_no_drain(tmp_path: Path) -> None:

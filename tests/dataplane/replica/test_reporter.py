@@ -186,6 +186,11 @@ async def test_a_drain_command_drains_and_is_reported(tmp_path: Path) -> None:
             assert replica.state is ReplicaState.DRAINING
             async with client.chat() as answer:
                 assert answer.status == 503
+            resume = Command(id="r", kind="resume")
+            plane.answer = lambda report: ReportAck(sequence=report.sequence, commands=[resume])
+            await until(lambda: plane.reports[-1].state is ReplicaState.READY, "READY is reported again")
+            async with client.chat() as answer:
+                assert answer.status == 200
 
 
 async def test_a_dead_core_is_reported_at_once_not_at_the_next_interval(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dataplane.protocol import FinishReason
 from dataplane.request import RequestError, RequestState
+from dataplane.scheduling.config import Capacity
 from dataplane.scheduling.connector import LocalConnector
 from dataplane.scheduling.plan import Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
@@ -281,3 +282,46 @@ def test_blocks_are_charged_until_a_request_that_waits_with_them_ends(loaded: bo
     assert held > 0
     (output,) = bench.scheduler.abort(["a"], 100.0)
     assert output.kv_block_seconds == 100.0 * held
+
+
+def test_the_forks_of_a_request_that_is_being_loaded_keep_the_room_that_is_reserved_for_them() -> None:
+    bench = Bench(range(16), num_blocks=15, capacity=Capacity.RESERVE_MAX)
+    bench.add("far", range(28), max_tokens=2, forks=("far.1", "far.2"))
+    bench.add("near", range(100, 116), max_tokens=7)
+    bench.step()
+    assert bench.scheduler.kv.held("near") == 0, "six blocks are free, two of them for the forks"
+    for _ in range(3):
+        bench.step()
+    bench.connector.deliver()
+    bench.finish("far")
+    assert not bench.scheduler.accounts.scheduling.preemptions
+    assert bench.scheduler.kv.pool.used == 0
+
+
+def test_room_is_free_again_when_a_request_with_forks_is_aborted_while_it_is_loaded() -> None:
+    bench = Bench(range(16), num_blocks=15, capacity=Capacity.RESERVE_MAX)
+    bench.add("far", range(28), max_tokens=2, forks=("far.1", "far.2"))
+    bench.step()
+    bench.scheduler.abort(["far.1"], 0.0)
+    bench.add("near", range(100, 110), max_tokens=2)
+    assert bench.step().tokens == {"near": 10}, "with a fork fewer"
+    bench.scheduler.abort(["far"], 0.0)
+    bench.connector.deliver()
+    bench.add("more", range(200, 232), max_tokens=2)
+    assert "more" in bench.step().tokens
+
+
+def test_who_was_loaded_behind_what_has_failed_since_is_computed_anew() -> None:
+    bench = Bench(PROMPT)
+    bench.connector.forget(bench.keys[0])
+    bench.add("near", PROMPT[:5], max_tokens=4)
+    bench.step()
+    bench.add("far", max_tokens=3)
+    plan = bench.scheduler.plan(0.0)
+    assert bench.scheduler.waiting_for_remote_kv == 1
+    result = bench.executor.run(plan)
+    bench.scheduler.commit(plan, StepResult(result.tokens, {"near": "not a number"}), 0.0)
+    bench.connector.deliver()
+    plan = bench.step()
+    assert (plan.new[0].request_id, plan.new[0].computed) == ("far", 0)
+    assert bench.finish("far") == undisturbed(PROMPT, 1, 3)

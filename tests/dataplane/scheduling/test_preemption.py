@@ -160,3 +160,29 @@ def test_recomputed_prompt_tokens_and_their_time_are_charged_once() -> None:
         scheduler.commit(plan, result, 0.0)
     assert scheduler.accounts.scheduling.prompt_tokens == 16
     assert scheduler.accounts.scheduling.tokens_scheduled == 8 + 8 + 2 + 9 + 1
+
+
+def test_who_is_swapped_out_with_what_has_failed_since_is_computed_anew() -> None:
+    scheduler = make_scheduler(num_blocks=7, block_size=4, host_blocks=8, preemption=Preemption.SWAP, watermark=0.0)
+    executor = KVExecutor(4, lambda _: 1)
+    scheduler.add(make_request("bad", range(9), max_tokens=16))
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, executor.run(plan), 0.0)
+    scheduler.add(make_request("good", [*range(8), 90], max_tokens=12))
+    tokens: list[int] = []
+    while not scheduler.kv.is_swapped("good"):
+        plan = scheduler.plan(0.0)
+        tokens += generated(o for o in scheduler.commit(plan, executor.run(plan), 0.0) if o.request_id == "good")
+    plan = scheduler.plan(0.0)
+    result = executor.run(plan)
+    scheduler.commit(plan, StepResult(result.tokens, {"bad": "not a number"}), 0.0)
+    assert not scheduler.kv.trusts(scheduler._requests["good"])
+    starts = {}
+    while scheduler.has_work():
+        plan = scheduler.plan(0.0)
+        starts |= {new.request_id: new.computed for new in plan.new}
+        tokens += generated(scheduler.commit(plan, executor.run(plan), 0.0))
+        scheduler.check_integrity()
+    assert starts == {"good": 0}
+    assert tokens == undisturbed([*range(8), 90], 1, 12)
+    assert scheduler.kv.host.used == scheduler.kv.pool.used == 0
