@@ -7,6 +7,7 @@ starves; the lane of very long prompts has room of its own, so that a flood of t
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 LONG_SHARE = 0.25
 """Of a pool's replicas, slots and KV tokens: what the long lane may hold at once, but always one request."""
@@ -60,13 +61,12 @@ def lane_of_line(line: int) -> Lane:
     return Lane(line // len(Band))
 
 
-def lane_replicas(lane: Lane, replicas: int) -> range:
-    """Which replicas (by place in a stable order) a request of `lane` should go to, those of most use first.
+def lane_replicas(lane: Lane, replicas: int, with_long: Collection[int]) -> list[int]:
+    """Which replicas (by place in a stable order) may take a request of `lane`; those `with_long` hold long prompts.
 
-    Long prompts keep to the first LONG_SHARE of them, at least one, and short ones to the others, unless there are
-    none: then the two meet, and the engine's limit on a long prompt's tokens per step divides it.
+    Long prompts keep to the first LONG_SHARE of the replicas, at least one, and short ones go where none is. Only when
+    every replica has one do the two meet: then the engine's limit on a prompt's tokens in one step divides it.
     """
-    reserved = min(replicas, max(1, int(replicas * LONG_SHARE)))
     if lane is Lane.LONG:
-        return range(reserved)
-    return range(reserved if replicas > reserved else 0, replicas)
+        return list(range(min(replicas, max(1, int(replicas * LONG_SHARE)))))
+    return [place for place in range(replicas) if place not in with_long] or list(range(replicas))
