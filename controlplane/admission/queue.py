@@ -168,7 +168,8 @@ class SharedQueue:
     def turn(self, message: Turn, now: float) -> TurnAnswer:
         """Take `message` in and dispatch. `now` is in Unix seconds."""
         gateway = message.gateway
-        if not message.fresh and not self._heard.get(gateway, 0.0) >= now - DEAD_S:
+        heard = self._heard.get(gateway)
+        if not message.fresh and (heard is None or heard < now - DEAD_S):
             return TurnAnswer(self._sequence, now, True)
         self._sequence += 1
         self._heard[gateway] = now

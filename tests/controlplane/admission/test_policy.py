@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.admission.bands import Band, Lane, band_of, lane_replicas, line_of
@@ -124,6 +124,7 @@ def test_f24_nobody_is_shed_below_its_weighted_part() -> None:
 tenants = st.sampled_from(["a", "b", "c"])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(tenants, st.sampled_from(Band), st.integers(0, 3)), min_size=6, max_size=6),
     tenants,

@@ -7,7 +7,7 @@ import random
 from statistics import median
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, Ratio, StepCost, predict
@@ -70,6 +70,7 @@ def test_a_full_pool_is_waited_for_and_the_layer_says_what_is_short() -> None:
     assert room.layer is Layer.MEMORY
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(0, 20_000), st.integers(0, 8_000), st.integers(1, 8_000))
 def test_more_before_it_or_more_of_it_never_makes_it_sooner(requests: int, before: int, cached: int, own: int) -> None:
     ahead = Ahead(requests=requests, uncached=before if requests else 0)

@@ -9,7 +9,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.admission.shares import SharePlan, ShareSnapshot, TenantDemand, decide, share_out
@@ -64,11 +64,13 @@ def one_by_one(capacity: int, tenants: list[TenantDemand]) -> dict[str, int]:
     return shares
 
 
+@settings(deadline=None)
 @given(st.integers(0, 400), demands)
 def test_shares_are_those_of_giving_every_unit_in_turn(capacity: int, tenants: list[TenantDemand]) -> None:
     assert share_out(capacity, tenants) == one_by_one(capacity, tenants)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9), demands)
 def test_nothing_is_left_and_nobody_gets_more_than_it_wants(capacity: int, tenants: list[TenantDemand]) -> None:
     shares = share_out(capacity, tenants)
@@ -76,6 +78,7 @@ def test_nothing_is_left_and_nobody_gets_more_than_it_wants(capacity: int, tenan
     assert all(0 <= shares[each.tenant] <= each.demand for each in tenants)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), demands)
 def test_f24_floors_are_kept_where_they_can_be(capacity: int, tenants: list[TenantDemand]) -> None:
     shares = share_out(capacity, tenants)
@@ -86,6 +89,7 @@ def test_f24_floors_are_kept_where_they_can_be(capacity: int, tenants: list[Tena
         assert all(shares[name] <= floor for name, floor in floors.items())
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), demands)
 def test_who_wants_more_and_is_above_its_floor_gets_by_weight(capacity: int, tenants: list[TenantDemand]) -> None:
     shares = share_out(capacity, tenants)
@@ -98,12 +102,14 @@ def test_who_wants_more_and_is_above_its_floor_gets_by_weight(capacity: int, ten
                 assert Fraction(shares[one.tenant]) / Fraction(one.weight) <= next_unit
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 50), demands)
 def test_more_capacity_takes_nothing_from_anybody(capacity: int, more: int, tenants: list[TenantDemand]) -> None:
     before, after = share_out(capacity, tenants), share_out(capacity + more, tenants)
     assert all(after[name] >= share for name, share in before.items())
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 50), demands.filter(bool), st.data())
 def test_more_demand_or_floor_or_weight_never_costs_its_tenant(
     capacity: int, more: int, tenants: list[TenantDemand], data: st.DataObject
