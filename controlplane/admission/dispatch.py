@@ -189,7 +189,7 @@ class Dispatcher:
                 rules,
                 tuple(self._arrival(request_id) for request_id in list(self._new)[:MOST_NEWS]),
                 tuple(Service(line, tenant, charge) for (line, tenant), charge in self._taken.items()),
-                tuple(list(self._ended)[:MOST_NEWS]),
+                () if self._unsent else tuple(list(self._ended)[:MOST_NEWS]),  # never freed before it was charged
                 tuple(sorted(self._seen)[:MAX_GRANTS]),
             )
         return self._message

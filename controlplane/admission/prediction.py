@@ -10,16 +10,18 @@ pool's calibration knows: the ratio of observed to predicted, apart for prompts 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from controlplane.evidence import Evidence, EvidenceKind
 from controlplane.layers import Layer
 from dataplane.hardware.geometry import StepSize
+from dataplane.protocol import Counters
 
 REMEMBERED = 64
 """Observations that a ratio looks back on."""
+LEAST_WINDOWS = 3
 RATIO_BOUNDS = (0.05, 20.0)
 """What lies outside is no correction but a mistake: it is excluded."""
 
@@ -58,6 +60,36 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             + self.context * size.context
             + self.rows * size.rows
         )
+
+
+def fit_cost(windows: Iterable[Counters], source: str) -> StepCost | None:
+    """A step's and a token's cost from what replicas reported of their steps; None with too little to tell.
+
+    Least squares on relative errors of step time over windows, neither coefficient negative, like the step model's own
+    fit. Windows in which every step had as many tokens cannot tell the two apart: then tokens bear all of it. A window
+    that makes no sense is left out (F22).
+    """
+    rows = []
+    steps = 0
+    for window in windows:
+        scheduled, runtime = window.scheduling, window.runtime
+        seconds = (
+            runtime.schedule_s + runtime.prepare_s + runtime.launch_s + runtime.forward_s + runtime.sync_s
+            + runtime.sample_s + runtime.post_s
+        )  # fmt: skip
+        if scheduled.steps > 0 and scheduled.tokens_scheduled > 0 and 0 < seconds < math.inf:
+            rows.append((scheduled.steps / seconds, scheduled.tokens_scheduled / seconds))
+            steps += scheduled.steps
+    if len(rows) < LEAST_WINDOWS:
+        return None
+    uu, uv, vv = (sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows))
+    su, sv = sum(u for u, _ in rows), sum(v for _, v in rows)
+    apart = uu * vv - uv * uv
+    step = (su * vv - sv * uv) / apart if apart > 1e-9 * uu * vv else 0.0
+    token = (sv - step * uv) / vv
+    if step <= 0 or token < 0:
+        step, token = (0.0, sv / vv) if step <= 0 else (su / uu, 0.0)
+    return StepCost(step=step, tokens=token, source=source, n=steps)
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):

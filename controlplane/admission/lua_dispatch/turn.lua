@@ -40,9 +40,11 @@ local function place(arrival) return prefix(arrival[2], arrival[3]) .. string.fo
 local function first(line, tenant) return call('ZRANGEBYLEX', QUEUE, '[' .. prefix(line, tenant), '(' .. line .. tenant .. '\1', 'LIMIT', 0, 1)[1] end
 local function waits(line, tenant) return call('ZSCORE', backlog(line), tenant) end
 
+-- How many tenants wait in a line.
+local function tenants(line) return get('tenants' .. line) end
+
 local function floor_of(line)
-  local least = call('ZRANGE', backlog(line), 0, 0, 'WITHSCORES')
-  if least[1] then return tonumber(least[2]) end
+  if tenants(line) > 0 then return tonumber(call('ZRANGE', backlog(line), 0, 0, 'WITHSCORES')[2]) end
   local level = get('level' .. line)
   local last = meta['last' .. line]
   local served = last and call('HGET', SERVED, member(line, last))
@@ -51,7 +53,7 @@ end
 
 local function set_served(line, tenant, value)
   call('HSET', SERVED, member(line, tenant), exact(value))
-  if waits(line, tenant) then call('ZADD', backlog(line), exact(value), tenant) end
+  if tenants(line) > 0 then call('ZADD', backlog(line), 'XX', exact(value), tenant) end
 end
 
 local function rest(line, tenant)
@@ -73,8 +75,9 @@ local function dequeue(arrival)
   if first(line, tenant) then return end
   set('last' .. line, tenant)
   set('level' .. line, waits(line, tenant))
+  set('tenants' .. line, tenants(line) - 1)
   call('ZREM', backlog(line), tenant)
-  if call('ZCARD', backlog(line)) == 0 then set('owed' .. line, 0) end
+  if tenants(line) == 0 then set('owed' .. line, 0) end
 end
 
 -- A stored request: the arrival, its gateway, and the tag of its dispatch once it had one.
@@ -161,6 +164,7 @@ for _, arrival in ipairs(arrivals) do
       if not waits(line, tenant) then
         served = math.max(served, floor_of(line))
         call('HSET', SERVED, member(line, tenant), exact(served))
+        set('tenants' .. line, tenants(line) + 1)
         call('ZADD', backlog(line), exact(served), tenant)
       end
       call('ZADD', QUEUE, 0, place(arrival))
@@ -181,7 +185,7 @@ end
 local function waiting_lines(lane)
   local lines = {}
   for line = lane * BANDS, lane * BANDS + BANDS - 1 do
-    if call('ZCARD', backlog(line)) > 0 then lines[#lines + 1] = line end
+    if tenants(line) > 0 then lines[#lines + 1] = line end
   end
   return lines
 end

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, Ratio, StepCost, predict
+from controlplane.admission.prediction import (
+    Ahead,
+    Calibration,
+    PoolLoad,
+    Prediction,
+    Ratio,
+    StepCost,
+    fit_cost,
+    predict,
+)
 from controlplane.admission.simulation import LLAMA_8B_LIKE, SimulatedPool, SimulatedRequest, Simulation
 from controlplane.evidence import EvidenceKind
 from controlplane.layers import Layer
+from dataplane.protocol import Counters, RuntimeCounters, SchedulingCounters
 
 COST = StepCost(step=0.01, tokens=1e-4, pairs=1e-9, context=1e-8, rows=1e-5, loaded=1e-7, source="fit A", n=400)
 IDLE = PoolLoad(replicas=1, slots=16, running=0, tokens=20_000, held=0, budget=512, hold_s=4.0)
@@ -140,3 +150,34 @@ def test_a_cost_twice_as_high_is_found_by_calibration() -> None:
         calibration = calibration.observed(found.modelled_s, observed, uncached=tokens, cached=0)
     assert errors[0] > 0.4
     assert median(errors[10:]) < 0.05
+
+
+def window(steps: int, tokens: int, seconds: float) -> Counters:
+    """What a replica reports of its steps."""
+    return Counters(
+        scheduling=SchedulingCounters(steps=steps, tokens_scheduled=tokens),
+        runtime=RuntimeCounters(schedule_s=0.1 * seconds, forward_s=0.9 * seconds, idle_s=5.0),
+    )
+
+
+def test_a_steps_cost_is_found_in_what_replicas_report() -> None:
+    rng = random.Random(9)
+    sizes = [(rng.randint(50, 200), rng.randint(1_000, 60_000)) for _ in range(30)]
+    windows = [
+        window(steps, tokens, (0.01 * steps + 1e-4 * tokens) * rng.uniform(0.98, 1.02)) for steps, tokens in sizes
+    ]
+    found = fit_cost([*windows, window(0, 0, 0.0), window(10, 10, math.nan)], "pool p")
+    assert found is not None
+    assert found.step == pytest.approx(0.01, rel=0.1)
+    assert found.tokens == pytest.approx(1e-4, rel=0.1)
+    assert found.n == sum(steps for steps, _ in sizes)
+
+
+def test_uniform_or_odd_windows_give_no_negative_cost() -> None:
+    uniform = fit_cost([window(10, 100, 1.0)] * 5, "p")
+    assert uniform is not None
+    assert (uniform.step, uniform.tokens) == (0.0, pytest.approx(0.01))
+    falling = fit_cost([window(10, 100 * n, 1.0 / n) for n in range(1, 5)], "p")
+    assert falling is not None
+    assert min(falling.step, falling.tokens) >= 0
+    assert fit_cost([window(1, 1, 1.0)] * 2, "p") is None
