@@ -147,7 +147,7 @@ class SharedQueue:
         self._backlog: list[dict[str, float]] = [{} for _ in range(LINES)]
         self._held: dict[Member, int] = {}
         self._idle: dict[Member, float] = {}
-        self._last: list[tuple[str, float]] = [("", 0.0)] * LINES
+        self._last = [""] * LINES  # the tenant that left each backlog last; it is not forgotten
         self._owed = [0.0] * LINES
         self._slots = [0, 0]
         self._tokens = [0, 0]
@@ -234,8 +234,7 @@ class SharedQueue:
         """Where a tenant that comes back starts at least."""
         if self._backlog[line]:
             return min(self._backlog[line].values())
-        tenant, level = self._last[line]
-        return max(level, self._served.get((line, tenant), 0.0))
+        return self._served.get((line, self._last[line]), 0.0)
 
     def _arrive(self, arrival: Arrival, gateway: str) -> bool:
         if arrival.request_id in self._requests:
@@ -273,7 +272,8 @@ class SharedQueue:
         del queue[bisect.bisect_left(queue, (arrival.deadline_ms, arrival.request_id))]
         if not queue:
             del self._queues[member]
-            self._last[line] = (tenant, self._backlog[line].pop(tenant))
+            self._last[line] = tenant
+            del self._backlog[line][tenant]
             if not self._backlog[line]:
                 self._owed[line] = 0.0
 
@@ -307,7 +307,7 @@ class SharedQueue:
             if since > now - IDLE_S:
                 break
             line, tenant = member
-            if self._served[member] <= self._floor(line) and self._last[line][0] != tenant:
+            if self._served[member] <= self._floor(line) and self._last[line] != tenant:
                 del self._idle[member]
                 del self._served[member]
             else:

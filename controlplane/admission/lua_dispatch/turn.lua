@@ -45,10 +45,8 @@ local function tenants(line) return get('tenants' .. line) end
 
 local function floor_of(line)
   if tenants(line) > 0 then return tonumber(call('ZRANGE', backlog(line), 0, 0, 'WITHSCORES')[2]) end
-  local level = get('level' .. line)
   local last = meta['last' .. line]
-  local served = last and call('HGET', SERVED, member(line, last))
-  return math.max(level, served and tonumber(served) or 0)
+  return tonumber(last and call('HGET', SERVED, member(line, last)) or 0)
 end
 
 local function set_served(line, tenant, value)
@@ -74,7 +72,6 @@ local function dequeue(arrival)
   call('ZREM', QUEUE, place(arrival))
   if first(line, tenant) then return end
   set('last' .. line, tenant)
-  set('level' .. line, waits(line, tenant))
   set('tenants' .. line, tenants(line) - 1)
   call('ZREM', backlog(line), tenant)
   if tenants(line) == 0 then set('owed' .. line, 0) end
@@ -142,6 +139,38 @@ for _, request in ipairs(ended) do
   if entry and entry[2] == gateway then finish(request, entry) end
 end
 
+local function waiting_lines(lane)
+  local lines = {}
+  for line = lane * BANDS, lane * BANDS + BANDS - 1 do
+    if tenants(line) > 0 then lines[#lines + 1] = line end
+  end
+  return lines
+end
+
+local function fits(lane, need)
+  if slots == 0 then return false end
+  if get('slots' .. lane) == 0 then return true end
+  if lane == 1 and (get('slots1') >= long_slots or get('tokens1') + need > long_tokens) then return false end
+  local kept = 0
+  if lane == 0 and #waiting_lines(1) > 0 then kept = math.max(0, long_reserve - get('tokens1')) end
+  return get('slots0') + get('slots1') < slots and get('tokens0') + get('tokens1') + need + kept <= tokens
+end
+
+-- Record a dispatch, of which `served` is the tag.
+local function grant(arrival, owner, served)
+  local request, line, tenant = arrival[1], arrival[2], arrival[3]
+  hold(arrival)
+  set_served(line, tenant, served + arrival[6])
+  call('HSET', REQUESTS, request, cmsgpack.pack({arrival, owner, served}))
+  call('ZADD', UNSEEN, 0, owner .. '\0' .. request)
+end
+
+-- Whether one that arrives alone may go without having stood in the queue: what is left is the same.
+local function at_once(arrival)
+  return #arrivals == 1 and not arrival[7] and #waiting_lines(0) + #waiting_lines(1) == 0
+    and fits(math.floor(arrival[2] / BANDS), arrival[5])
+end
+
 local refused = {}
 local count = call('HLEN', REQUESTS)
 for _, arrival in ipairs(arrivals) do
@@ -153,14 +182,20 @@ for _, arrival in ipairs(arrivals) do
   else
     count = count + 1
     local held = arrival[7]
-    call('HSET', REQUESTS, request, cmsgpack.pack({arrival, gateway, held and 0}))
     call('ZADD', OWNED, 0, gateway .. '\0' .. request)
     call('ZREM', IDLE, member(line, tenant))
     local served = tonumber(call('HGET', SERVED, member(line, tenant)) or floor_of(line))
-    if held then
+    if at_once(arrival) then
+      served = math.max(served, floor_of(line))
+      set('last' .. line, tenant)
+      set('owed' .. line, 0)
+      grant(arrival, gateway, served)
+    elseif held then
+      call('HSET', REQUESTS, request, cmsgpack.pack({arrival, gateway, 0}))
       hold(arrival)
       call('HSET', SERVED, member(line, tenant), exact(served))
     else
+      call('HSET', REQUESTS, request, cmsgpack.pack({arrival, gateway, false}))
       if not waits(line, tenant) then
         served = math.max(served, floor_of(line))
         call('HSET', SERVED, member(line, tenant), exact(served))
@@ -182,14 +217,6 @@ local function head(line)
   return request, stored(request)
 end
 
-local function waiting_lines(lane)
-  local lines = {}
-  for line = lane * BANDS, lane * BANDS + BANDS - 1 do
-    if tenants(line) > 0 then lines[#lines + 1] = line end
-  end
-  return lines
-end
-
 local function next_head(lines)
   for i = 2, #lines do
     local line = lines[i]
@@ -201,22 +228,13 @@ local function next_head(lines)
   return head(lines[1])
 end
 
-local function fits(lane, need)
-  if slots == 0 then return false end
-  if get('slots' .. lane) == 0 then return true end
-  if lane == 1 and (get('slots1') >= long_slots or get('tokens1') + need > long_tokens) then return false end
-  local kept = 0
-  if lane == 0 and #waiting_lines(1) > 0 then kept = math.max(0, long_reserve - get('tokens1')) end
-  return get('slots0') + get('slots1') < slots and get('tokens0') + get('tokens1') + need + kept <= tokens
-end
-
 local poked, told = {}, {}
 left = MAX_GRANTS
 for lane = 0, 1 do
   while left > 0 do
     local lines = waiting_lines(lane)
     if #lines == 0 then break end
-    local request, entry = next_head(lines)
+    local _, entry = next_head(lines)
     local arrival, owner = entry[1], entry[2]
     if not fits(lane, arrival[5]) then break end
     local line, tenant = arrival[2], arrival[3]
@@ -228,10 +246,7 @@ for lane = 0, 1 do
     set('owed' .. line, math.max(0, get('owed' .. line) - arrival[5]))
     local served = tonumber(call('HGET', SERVED, member(line, tenant)))
     dequeue(arrival)
-    hold(arrival)
-    set_served(line, tenant, served + arrival[6])
-    call('HSET', REQUESTS, request, cmsgpack.pack({arrival, owner, served}))
-    call('ZADD', UNSEEN, 0, owner .. '\0' .. request)
+    grant(arrival, owner, served)
     if owner ~= gateway and not told[owner] then
       told[owner] = true
       poked[#poked + 1] = owner

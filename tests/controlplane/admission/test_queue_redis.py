@@ -10,13 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.msgpack import decode
 from redis.asyncio import Redis
 
 from controlplane.admission.fair_queue import TurnScript, keys_of
 from controlplane.admission.queue import DEAD_S, IDLE_S, SharedQueue, Turn, TurnAnswer
-from tests.controlplane.admission.messages import Chatter
+from tests.controlplane.admission.messages import RULES, Chatter
 
 META, SERVED, REQUESTS, GATEWAYS, QUEUE, OWNED, UNSEEN, HELD, IDLE = keys_of("p")[:9]
 
@@ -62,6 +63,25 @@ async def test_the_script_answers_as_the_pure_queue_does(redis: Redis, seed: int
     assert lost
 
 
+@pytest.mark.parametrize("slots", [0, 2, 1_000])
+async def test_it_answers_so_too_where_there_is_always_or_never_room(redis: Redis, slots: int) -> None:
+    rng = random.Random(slots)
+    rules = msgspec.structs.replace(RULES, slots=slots, tokens=10**6, long_slots=50, long_tokens=10**5)
+    script, queue = TurnScript(redis, "p", 5.0), SharedQueue()
+    gateways = [Chatter(f"g{index}#1", rng, rules) for index in range(2)]
+    granted = 0
+    for step in range(300):
+        gateway = rng.choice(gateways)
+        message = gateway.message()
+        answer = await script.turn(message)
+        assert answer == queue.turn(message, answer.at), step
+        gateway.answered(answer)
+        granted += len(answer.grants)
+        if step % 10 == 0:
+            assert await stored(redis) == queue.counters()
+    assert bool(granted) == bool(slots)
+
+
 async def test_when_everything_ended_nothing_is_left_but_what_tenants_were_served(redis: Redis) -> None:
     rng = random.Random(1)
     script = TurnScript(redis, "p", 5.0)
@@ -81,7 +101,7 @@ import asyncio, json, random, sys
 import msgspec
 from redis.asyncio import Redis
 from controlplane.admission.fair_queue import TurnScript
-from tests.controlplane.admission.messages import Chatter
+from tests.controlplane.admission.messages import RULES, Chatter
 
 async def main(url, name, turns):
     redis = Redis.from_url(url)
