@@ -1,0 +1,238 @@
+"""A gateway's place in its pools' shared queues, in Redis: waits for its turn, tells what was served.
+
+Layer: scheduling. One call is in the air at a time, and everything that happens meanwhile goes with the next: a busy
+gateway makes few large calls. A call too slow or refused is the sign that Redis is away; the gateway then dispatches
+from a queue of its own with its part of the pool, fair among its own requests alone, until Redis answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from controlplane.admission.bands import LINES
+from controlplane.admission.dispatch import Dispatcher, Waiting, part_of
+from controlplane.admission.queue import DEAD_S, Grant, Rules, SharedQueue, Turn, TurnAnswer
+from dataplane.scheduling.vtc import TokenCharges
+
+FLUSH_S = 0.05
+"""Output is told this long after it was produced, if nothing else is told before."""
+BEAT_S = DEAD_S / 4
+"""Whoever waits or runs is told of at least so often."""
+CALL_TIMEOUT_S = 0.25
+AWAY_S = 1.0
+"""How long Redis is left alone after a call failed."""
+PREFIX = "tidegate:turn:"
+
+logger = logging.getLogger("tidegate.admission")
+
+_ANSWER = msgspec.msgpack.Decoder(TurnAnswer)
+_PARTS = ("", ":served", ":requests", ":gateways", ":queue", ":owned", ":unseen", ":held", ":idle")
+
+
+class QueueFullError(Exception):
+    """The pool's queue takes no more requests."""
+
+
+def keys_of(pool: str) -> list[str]:
+    """The pool's keys, all in one slot of a cluster."""
+    base = f"{PREFIX}{{{pool}}}"
+    return [base + part for part in _PARTS] + [f"{base}:backlog:{line}" for line in range(LINES)]
+
+
+class TurnScript:
+    """`turn` of one pool's queue inside Redis. Raises RedisError or TimeoutError when Redis does not answer in time."""
+
+    def __init__(self, redis: Redis, pool: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        source = files("controlplane.admission").joinpath("lua_dispatch/turn.lua").read_text("utf-8")
+        self._script = redis.register_script(source)
+        self._keys = keys_of(pool)
+        self._timeout_s = timeout_s
+
+    async def turn(self, message: Turn) -> TurnAnswer:
+        async with asyncio.timeout(self._timeout_s):
+            answer: bytes = await self._script(keys=self._keys, args=[msgspec.msgpack.encode(message)])
+        return _ANSWER.decode(answer)
+
+
+class FairQueue:
+    """One pool's queue, as this gateway uses it. `run` and `listen` are to be kept running; both end only by
+    cancellation. `rules` is asked for what the pool holds now, and `wake` is for when that has grown.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        pool: str,
+        gateway: str,
+        rules: Callable[[], Rules],
+        *,
+        charges: TokenCharges | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._redis = redis
+        self._channel = f"{keys_of(pool)[0]}:{gateway}"
+        self._script = TurnScript(redis, pool, timeout_s)
+        self._rules = rules
+        self._clock = clock
+        self._dispatcher = Dispatcher(gateway, charges or TokenCharges())
+        self._turns: dict[str, asyncio.Future[Grant]] = {}
+        self._wanted = asyncio.Event()
+        self._flush: asyncio.TimerHandle | None = None
+        self._local: SharedQueue | None = None
+        self._again_at = 0.0
+        self._gateways = 1
+        self.last: TurnAnswer | None = None
+        """The latest answer: how full the pool is."""
+        self.turns = 0
+        """Calls to Redis that were answered."""
+        self.failures = 0
+        """Calls to Redis that were not."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the gateway dispatches on its own."""
+        return self._local is not None
+
+    @property
+    def unsent(self) -> float:
+        """Output charges not told yet."""
+        return self._dispatcher.unsent
+
+    def adopt_weights(self, weights: Mapping[str, float]) -> None:
+        """Take the weights of a share plan, for requests that come from now on."""
+        self._dispatcher.weights = weights
+
+    def wake(self) -> None:
+        """The pool may hold more than before."""
+        self._wanted.set()
+
+    async def turn_of(self, request: Waiting) -> Grant:
+        """Wait until `request` may go; then `end` must be called once it is over. Raises QueueFullError. Whoever is
+        cancelled has left the queue.
+        """
+        turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._turns[request.request_id] = turn
+        self._dispatcher.add(request)
+        self._wanted.set()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            self.end(request.request_id)
+            raise
+        finally:
+            self._turns.pop(request.request_id, None)
+
+    def produced(self, request_id: str, tokens: int) -> None:
+        """A dispatched request generated `tokens`."""
+        self._dispatcher.produced(request_id, tokens)
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(FLUSH_S, self._wanted.set)
+
+    def end(self, request_id: str) -> None:
+        """A dispatched request is over, however it ended."""
+        self._dispatcher.end(request_id)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Take turns."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S if len(self._dispatcher) else None):
+                    await self._wanted.wait()
+            self._wanted.clear()
+            if self._flush is not None:
+                self._flush.cancel()
+                self._flush = None
+            if self._dispatcher.news or len(self._dispatcher):
+                await self._take_turn()
+
+    async def _take_turn(self) -> None:
+        now = self._clock()
+        if self._local is not None and now >= self._again_at and await self._try_return():
+            self._wanted.set()
+            return
+        answer = await self._ask(self._dispatcher.message(self._effective_rules()))
+        if answer is None:
+            self._wanted.set()
+            return
+        self.last = answer
+        self._gateways = max(1, answer.gateways) if self._local is None else self._gateways
+        dispatched = self._dispatcher.answered(answer)
+        for grant in dispatched.grants:
+            self._settle(grant.request_id, grant, None)
+        for request_id in dispatched.refused:
+            self._settle(request_id, None, QueueFullError("the queue of this pool is full"))
+        if answer.lost or self._dispatcher.news:
+            self._wanted.set()
+
+    def _effective_rules(self) -> Rules:
+        rules = self._rules()
+        return rules if self._local is None else part_of(rules, self._gateways)
+
+    async def _ask(self, message: Turn) -> TurnAnswer | None:
+        """The answer of Redis or of the own queue; None when Redis failed and the own queue takes over."""
+        if self._local is not None:
+            return self._local.turn(message, self._clock())
+        try:
+            answer = await self._script.turn(message)
+        except (RedisError, TimeoutError) as error:
+            self.failures += 1
+            logger.warning("The shared queue does not answer (%s); dispatching on its own", type(error).__name__)
+            self._local = SharedQueue()
+            self._leave_alone()
+            self._dispatcher.move()
+            return None
+        self.turns += 1
+        return answer
+
+    async def _try_return(self) -> bool:
+        """Whether Redis answers again; then everything is told to it anew."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._redis.ping()
+        except (RedisError, TimeoutError):
+            self._leave_alone()
+            return False
+        logger.info("The shared queue answers again")
+        self._local = None
+        self._dispatcher.move()
+        return True
+
+    def _leave_alone(self) -> None:
+        self._again_at = self._clock() + AWAY_S
+        asyncio.get_running_loop().call_later(AWAY_S, self._wanted.set)
+
+    def _settle(self, request_id: str, grant: Grant | None, error: QueueFullError | None) -> None:
+        turn = self._turns.get(request_id)
+        if turn is None or turn.done():
+            return  # cancelled in this very tick: `turn_of` ends it
+        if grant is not None:
+            turn.set_result(grant)
+        else:
+            assert error is not None
+            turn.set_exception(error)
+
+    async def listen(self) -> None:
+        """Hear of dispatches that other gateways' turns brought about."""
+        while True:
+            try:
+                async with self._redis.pubsub(ignore_subscribe_messages=True) as subscription:
+                    await subscription.subscribe(self._channel)
+                    self._wanted.set()
+                    while True:
+                        if await subscription.get_message(timeout=BEAT_S) is not None:
+                            self._wanted.set()
+            except RedisError:
+                self._wanted.set()
+            await asyncio.sleep(AWAY_S * random.uniform(0.5, 1.0))  # noqa: S311  # spreads reconnects, hides nothing
