@@ -19,7 +19,7 @@ from controlplane.quotas.models import Quota, QuotaRequest
 from controlplane.quotas.schemas import QuotaKind
 from controlplane.quotas.validation import check_more, check_name, check_span, check_text
 from controlplane.quotas.views import GrantSpec, QuotaPatch, QuotaRequestSpec, QuotaRequestView, RequestState
-from controlplane.tenants.service import Scope, resolve_scope
+from controlplane.tenants.owner import Owner, resolve_owner
 
 MOST_OPEN = 100
 """Open requests of one tenant."""
@@ -37,14 +37,14 @@ async def ask(
     now = datetime.now(UTC)
     if spec.until is not None:
         _check_until(spec.until, now)
-    scope = await resolve_scope(session, tenant, project=spec.project, key_id=spec.key)
-    if await requests.count_open(session, scope.tenant_id) >= MOST_OPEN:
+    owner = await resolve_owner(session, tenant, project=spec.project, key_id=spec.key)
+    if await requests.count_open(session, owner.tenant_id) >= MOST_OPEN:
         raise ConflictError(f"{MOST_OPEN} requests wait for a decision already", code="too_many_requests")
-    quota = await _quota(session, scope, spec)
+    quota = await _quota(session, owner, spec)
     added = await requests.add(
         session,
-        tenant_id=scope.tenant_id,
-        tenant=scope.tenant,
+        tenant_id=owner.tenant_id,
+        tenant=owner.tenant,
         quota_id=quota.id,
         project=quota.project,
         key_identity=quota.key_identity,
@@ -58,7 +58,7 @@ async def ask(
     )
     if added is None:
         assert idempotency_key is not None
-        added = await requests.by_idempotency_key(session, scope.tenant_id, idempotency_key)
+        added = await requests.by_idempotency_key(session, owner.tenant_id, idempotency_key)
         if added is None or (added.quota_id, added.amount) != (quota.id, spec.amount):
             raise ConflictError("this idempotency key already made another request", code="idempotency_mismatch")
     return request_view(added)
@@ -124,7 +124,7 @@ def request_view(row: QuotaRequest) -> QuotaRequestView:
     )
 
 
-async def _quota(session: AsyncSession, scope: Scope, spec: QuotaRequestSpec) -> Quota:
+async def _quota(session: AsyncSession, owner: Owner, spec: QuotaRequestSpec) -> Quota:
     """The limit a request names by its id or by what it limits; another tenant's does not exist."""
     if (spec.quota_id is None) == (spec.kind is None):
         raise InvalidRequestError("name the limit by its quota_id, or by its kind and whose it is", param="quota_id")
@@ -138,13 +138,13 @@ async def _quota(session: AsyncSession, scope: Scope, spec: QuotaRequestSpec) ->
             raise InvalidRequestError("a limit is a project's or a key's, not both", param="key")
         quota = await repository.quota_by_scope(
             session,
-            tenant_id=scope.tenant_id,
-            project_id=scope.project_id,
-            identity=scope.identity,
+            tenant_id=owner.tenant_id,
+            project_id=owner.project_id,
+            identity=owner.identity,
             model=check_name("model", spec.model),
             kind=spec.kind,
         )
-    if quota is None or quota.tenant_id != scope.tenant_id:
+    if quota is None or quota.tenant_id != owner.tenant_id:
         raise NotFoundError("there is no such limit to ask more of", code="quota_not_found", param="quota_id")
     return quota
 

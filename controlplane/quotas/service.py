@@ -20,7 +20,7 @@ from controlplane.quotas.models import Grant, Quota
 from controlplane.quotas.schemas import Away, Limit, QuotaKind, QuotaLevel, Raise, TenantQuotas
 from controlplane.quotas.validation import check_more, check_name, check_quota, check_span, check_text
 from controlplane.quotas.views import LARGEST_AMOUNT, GrantSpec, GrantView, QuotaPatch, QuotaSpec, QuotaView
-from controlplane.tenants.service import resolve_scope
+from controlplane.tenants.owner import resolve_owner
 
 MOST_QUOTAS = 10_000
 """Limits of one tenant."""
@@ -39,16 +39,16 @@ async def create_quota(
     model = check_name("model", spec.model)
     if spec.project is not None and spec.key is not None:
         raise InvalidRequestError("a limit is a project's or a key's, not both", param="key")
-    scope = await resolve_scope(session, tenant, project=spec.project, key_id=spec.key)
-    if await repository.count_quotas(session, scope.tenant_id) >= MOST_QUOTAS:
-        raise ConflictError(f"the tenant {scope.tenant} has {MOST_QUOTAS} limits: remove some", code="too_many_quotas")
+    owner = await resolve_owner(session, tenant, project=spec.project, key_id=spec.key)
+    if await repository.count_quotas(session, owner.tenant_id) >= MOST_QUOTAS:
+        raise ConflictError(f"the tenant {owner.tenant} has {MOST_QUOTAS} limits: remove some", code="too_many_quotas")
     added = await repository.add_quota(
         session,
-        tenant_id=scope.tenant_id,
-        tenant=scope.tenant,
-        project_id=scope.project_id,
+        tenant_id=owner.tenant_id,
+        tenant=owner.tenant,
+        project_id=owner.project_id,
         project=spec.project,
-        key_identity=scope.identity,
+        key_identity=owner.identity,
         model=model,
         kind=spec.kind,
         soft=spec.soft,
@@ -60,7 +60,7 @@ async def create_quota(
     if added is not None:
         return quota_view(added)
     before = (
-        await repository.quota_by_idempotency_key(session, scope.tenant_id, idempotency_key)
+        await repository.quota_by_idempotency_key(session, owner.tenant_id, idempotency_key)
         if idempotency_key
         else None
     )
@@ -68,7 +68,7 @@ async def create_quota(
         raise ConflictError(
             f"there is such a limit of {spec.kind} already: change it", code="quota_exists", param="kind"
         )
-    asked = (scope.project_id, scope.identity, model, spec.kind)
+    asked = (owner.project_id, owner.identity, model, spec.kind)
     if asked != (before.project_id, before.key_identity, before.model, before.kind):
         raise ConflictError(f"this idempotency key already made the quota {before.id}", code="idempotency_mismatch")
     return (await _views(session, [before]))[0]
@@ -85,8 +85,8 @@ async def list_quotas(
 ) -> Page[QuotaView]:
     """A tenant's limits, oldest first. Three queries. Raises NotFoundError or InvalidRequestError."""
     limit, key = checked(limit), decode_uuid(after)
-    scope = await resolve_scope(session, tenant)
-    rows = await repository.quotas(session, scope.tenant_id, project=project, kind=kind, after=key, limit=limit)
+    owner = await resolve_owner(session, tenant)
+    rows = await repository.quotas(session, owner.tenant_id, project=project, kind=kind, after=key, limit=limit)
     raised = await repository.raised(session, [row.id for row in rows], _now()) if rows else {}
     return page(
         rows,
@@ -183,19 +183,19 @@ async def load_tenant_quotas(session: AsyncSession, tenant_id: UUID | str) -> Te
 
     Raises NotFoundError. What changes while it is read is announced with a later epoch: read it again then.
     """
-    scope = await resolve_scope(session, UUID(str(tenant_id)))
+    owner = await resolve_owner(session, UUID(str(tenant_id)))
     limits: dict[UUID, tuple[Quota, list[Raise]]] = {}
-    for row, raised in await repository.with_grants(session, scope.tenant_id, _now()):
+    for row, raised in await repository.with_grants(session, owner.tenant_id, _now()):
         _, raises = limits.setdefault(row.id, (row, []))
         if raised is not None:
             raises.append(_raise(raised))
     return TenantQuotas(
-        tenant_id=str(scope.tenant_id),
-        tenant=scope.tenant,
-        time_zone=scope.time_zone,
+        tenant_id=str(owner.tenant_id),
+        tenant=owner.tenant,
+        time_zone=owner.time_zone,
         limits=tuple(_limit(row, raises) for row, raises in limits.values()),
         prices=await price_service.prices_in_force(session),
-        epoch=scope.epoch,
+        epoch=owner.epoch,
     )
 
 

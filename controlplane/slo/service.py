@@ -17,7 +17,7 @@ from controlplane.slo import repository
 from controlplane.slo.models import SloRow
 from controlplane.slo.schemas import Slo, SloPatch, SloSpec, SloView
 from controlplane.slo.validation import check_class, check_objectives, check_pool
-from controlplane.tenants.service import resolve_scope
+from controlplane.tenants.owner import resolve_owner
 
 MOST_SLOS = 10_000
 OBJECTIVES = ("ttft_ms", "ttft_share", "tpot_ms", "tpot_share", "availability", "window_days")
@@ -30,12 +30,12 @@ async def create_slo(session: AsyncSession, spec: SloSpec, *, idempotency_key: s
     """
     check_objectives(**{name: getattr(spec, name) for name in OBJECTIVES})
     pool, service_class = check_pool(spec.pool), check_class(spec.service_class)
-    scope = await resolve_scope(session, spec.tenant) if spec.tenant is not None else None
+    owner = await resolve_owner(session, spec.tenant) if spec.tenant is not None else None
     if await repository.count(session) >= MOST_SLOS:
         raise ConflictError(f"there are {MOST_SLOS} objectives: remove some", code="too_many_slos")
     added = await repository.add(
         session,
-        tenant_id=scope.tenant_id if scope else None,
+        tenant_id=owner.tenant_id if owner else None,
         tenant=spec.tenant,
         pool=pool,
         service_class=service_class,

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from uuid import UUID
 
-import msgspec
 from msgspec import UNSET
-from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.paging import LARGEST, Cursor, Page, decode, page
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants import repository
-from controlplane.tenants.models import ApiKey, PolicyState, Project, Tenant
+from controlplane.tenants.models import ApiKey, Project, Tenant
 from controlplane.tenants.schemas import CreatedKey, KeyGrant, KeyView, TenantPatch, TenantView
 from controlplane.tenants.validation import check_key, check_tenant
 
@@ -268,40 +266,3 @@ def _no_tenant(slug: str) -> NotFoundError:
 
 def _no_key(key_id: str) -> NotFoundError:
     return NotFoundError(f"there is no API key {key_id[:11]}", code="key_not_found", param="key_id")
-
-
-class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom something belongs to: a tenant, in it perhaps a project or a key's identity. `epoch` is the policy's."""
-
-    tenant_id: UUID
-    tenant: str
-    time_zone: str
-    epoch: int
-    project_id: UUID | None = None
-    identity: str | None = None
-
-
-async def resolve_scope(
-    session: AsyncSession, tenant: str | UUID, *, project: str | None = None, key_id: str | None = None
-) -> Scope:
-    """The tenant of a slug or id, and of it the project and key named, if any. One query, one more for each of those.
-
-    Raises NotFoundError for what is not there, or is another tenant's.
-    """
-    mine = Tenant.id == tenant if isinstance(tenant, UUID) else Tenant.slug == tenant
-    epoch = select(PolicyState.epoch).scalar_subquery()
-    found = (await session.execute(select(Tenant, epoch).where(mine))).one_or_none()
-    if found is None:
-        raise _no_tenant(str(tenant))
-    row: Tenant = found[0]
-    key = await repository.key_with_slug(session, key_id) if key_id is not None else None
-    if key_id is not None and (key is None or key[1] != row.slug):
-        raise _no_key(key_id)
-    return Scope(
-        tenant_id=row.id,
-        tenant=row.slug,
-        time_zone=row.time_zone,
-        epoch=found[1],
-        project_id=(await _project(session, row, project)).id if project is not None else None,
-        identity=key[0].identity if key else None,
-    )
