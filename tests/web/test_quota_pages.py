@@ -107,6 +107,9 @@ async def test_a_limit_is_made_changed_raised_and_removed_with_forms(operator: D
     assert end
     assert (await post(operator, end.group(1))).status_code == 303
     assert (await now(operator, quota)).raised == 0
+    page = (await operator.client.get(detail)).text
+    assert "Over" in page
+    assert "/end" not in page
     answer = await post(operator, f"{detail}/delete")
     assert (answer.status_code, answer.headers["location"]) == (303, here)
     assert (await operator.client.get(detail)).status_code == 404

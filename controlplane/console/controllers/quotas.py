@@ -5,6 +5,7 @@ The quotas services decide. A refused form is shown again, whole page or the mai
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from uuid import UUID
 
@@ -236,12 +237,13 @@ async def _quota_context(
     grant_form: Form | None = None,
 ) -> dict[str, Any]:
     quota = await service.get_quota(session, quota_id)
-    stored = {name: _text(getattr(quota, name)) for name in ("soft", "hard", "local")}
+    stored = {name: _text(amount) for name, amount in (("soft", quota.soft), ("hard", quota.hard))}
     return {
         "quota": quota,
         "grants": await service.list_grants(session, quota_id, after=after, limit=ROWS),
         "after": after,
-        "form": form or Form({**stored, "away": quota.away}),
+        "form": form or Form({**stored, "away": quota.away, "local": _text(quota.local or None)}),
+        "now": time.time(),
         "grant_form": grant_form or Form(),
         "kinds": dict(KINDS),
         "aways": AWAYS,
