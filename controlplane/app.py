@@ -39,7 +39,7 @@ class Role(enum.StrEnum):
 
 DOMAINS = {
     Role.GATEWAY: ("gateway",),
-    Role.CONTROL: ("tenants", "accounts", "fleet", "telemetry", "ledger", "console"),
+    Role.CONTROL: ("tenants", "quotas", "slo", "accounts", "fleet", "telemetry", "ledger", "console"),
 }
 
 

@@ -53,6 +53,9 @@ def config() -> OpenAPIConfig:
         tags=[
             Tag(name="tenants", description="Whom the gateway serves."),
             Tag(name="keys", description="API keys of tenants; shown once, stored hashed."),
+            Tag(name="quotas", description="Limits of tenants, temporary raises, and requests for more."),
+            Tag(name="prices", description="What use of a pool costs, with its history."),
+            Tag(name="slos", description="Objectives promised per tenant, pool and class."),
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),
             Tag(name="telemetry", description="What the gateways and engines measured."),

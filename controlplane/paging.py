@@ -11,6 +11,7 @@ import binascii
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Generic, TypeVar
+from uuid import UUID
 
 import msgspec
 
@@ -50,6 +51,24 @@ def decode(text: str | None) -> Cursor | None:
         return msgspec.msgpack.decode(raw, type=Cursor)
     except (binascii.Error, ValueError, msgspec.DecodeError):
         raise InvalidRequestError("the cursor is not one that this API gave out", param="after") from None
+
+
+def decode_uuid(text: str | None) -> tuple[datetime, UUID] | None:
+    """The sort key of a list by time and UUID. Raises InvalidRequestError when the text is no cursor of such a list."""
+    cursor = decode(text)
+    if cursor is None:
+        return None
+    try:
+        return cursor.at, UUID(cursor.id)
+    except ValueError:
+        raise InvalidRequestError("the cursor is not one of this list", param="after") from None
+
+
+def checked(limit: int) -> int:
+    """`limit` when a page may have so many rows. Raises InvalidRequestError."""
+    if not 1 <= limit <= LARGEST:
+        raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
+    return limit
 
 
 def page(rows: Sequence[Row], limit: int, view: Callable[[Row], Item], key: Callable[[Row], Cursor]) -> Page[Item]:

@@ -13,7 +13,7 @@ from litestar.static_files import create_static_files_router
 
 from controlplane.accounts.browser import LoginRequiredError, on_login_required
 from controlplane.component import Component, Resources
-from controlplane.console.controllers import overview, replicas, session, tenants
+from controlplane.console.controllers import overview, prices, quotas, replicas, session, slos, tenants
 from controlplane.console.live import Broadcaster, running
 from controlplane.console.pages import Console
 from controlplane.console.templates import STATIC, Templates
@@ -36,6 +36,9 @@ PAGES = [
     tenants.deactivate,
     tenants.create_key,
     tenants.revoke_key,
+    *quotas.PAGES,
+    *prices.PAGES,
+    *slos.PAGES,
 ]
 
 

@@ -65,11 +65,11 @@ class AdminClient:
             return answer
         raise AdminApiError(_sentence(answer, status), usage=status in {400, 422})
 
-    def pages(self, path: str) -> Iterator[Any]:
-        """Every item of a paged list."""
+    def pages(self, path: str, **filters: str) -> Iterator[Any]:
+        """Every item of a paged list, narrowed by `filters`."""
         after: str | None = None
         while True:
-            query = urlencode({"limit": 200, **({"after": after} if after else {})})
+            query = urlencode({"limit": 200, **filters, **({"after": after} if after else {})})
             answer = self.call("GET", f"{path}?{query}")
             yield from answer["items"]
             after = answer.get("next")

@@ -77,6 +77,12 @@ def test_two_upgrades_at_once_take_turns(postgres: Databases) -> None:
         ("DELETE FROM api_keys", "api_keys"),
         ("DELETE FROM tenants", "tenants"),
         ("TRUNCATE tenants CASCADE", "tenants"),
+        ("UPDATE quotas SET hard = 5", "quotas"),
+        ("UPDATE quota_grants SET expires_at = now()", "quota_grants"),
+        ("DELETE FROM quotas", "quota_grants"),
+        ("UPDATE prices SET valid_until = now() + interval '1 day'", "prices"),
+        ("UPDATE slos SET enabled = false", "slos"),
+        ("TRUNCATE prices", "prices"),
     ],
 )
 async def test_a_policy_change_by_anybody_bumps_the_epoch_and_notifies(
@@ -90,8 +96,19 @@ async def test_a_policy_change_by_anybody_bumps_the_epoch_and_notifies(
         "RETURNING id, tenant_id) INSERT INTO api_keys (key_id, identity, tenant_id, project_id, name, secret_hash, "
         "last4) SELECT 'k1', 'k1', tenant_id, id, 'ci', '\\x00', 'abcd' FROM project"
     )
+    await writer.execute(
+        "WITH quota AS (INSERT INTO quotas (tenant_id, tenant, kind, hard) SELECT id, slug, 'tokens_per_day', 1 FROM "
+        "tenants RETURNING id, tenant_id) INSERT INTO quota_grants (quota_id, tenant_id, amount, starts_at, "
+        "expires_at, reason, granted_by) SELECT id, tenant_id, 1, now(), now() + interval '1 day', 'x', 'op' FROM quota"
+    )
+    await writer.execute(
+        "INSERT INTO prices (pool, uncached_input, cached_input, output, device_second, valid_from, set_by) "
+        "VALUES ('gpu', 1, 1, 1, 1, now(), 'op')"
+    )
+    await writer.execute("INSERT INTO slos (availability) VALUES (0.9)")
     before = await writer.fetchval("SELECT epoch FROM policy_state")
-    ids = {"tenants": str(await writer.fetchval("SELECT id FROM tenants")), "api_keys": "k1"}
+    tenant = str(await writer.fetchval("SELECT id FROM tenants"))
+    ids = {"tenants": tenant, "api_keys": "k1", "quotas": tenant, "quota_grants": tenant, "prices": "gpu", "slos": ""}
     await listener.add_listener(POLICY_CHANNEL, lambda *event: heard.put_nowait(json.loads(event[3])))
     await writer.execute(statement)
     events = [await asyncio.wait_for(heard.get(), 10)]

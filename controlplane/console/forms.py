@@ -1,0 +1,68 @@
+"""What people type into forms, as the services take it. Layer: service. Pure: raises InvalidRequestError by field."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from litestar import Response
+from litestar.response import Redirect
+
+from controlplane.console.pages import AnyRequest, wants_fragment
+from controlplane.errors import InvalidRequestError
+
+
+def whole(name: str, text: str) -> int | None:
+    """A whole number, with or without separators; None for an empty field."""
+    plain = text.replace(",", "").replace("_", "").replace(" ", "")
+    if not plain:
+        return None
+    if not plain.isascii() or not plain.isdigit() or len(plain) > 20:
+        raise InvalidRequestError(f"{name} must be a whole number, zero or more", param=name)
+    return int(plain)
+
+
+def required(name: str, text: str) -> int:
+    """As `whole`; an empty field is refused."""
+    amount = whole(name, text)
+    if amount is None:
+        raise InvalidRequestError(f"{name} is missing", param=name)
+    return amount
+
+
+def decimal(name: str, text: str) -> float | None:
+    """A number with a point; None for an empty field."""
+    if not text.strip():
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequestError(f"{name} must be a number", param=name) from None
+
+
+def share(name: str, text: str) -> float | None:
+    """Per cent as a share of one; None for an empty field."""
+    per_cent = decimal(name, text.strip().removesuffix("%"))
+    return None if per_cent is None else round(per_cent / 100, 9)
+
+
+def instant(name: str, text: str) -> datetime | None:
+    """A date and time of a `datetime-local` field, in UTC; None for an empty field."""
+    if not text.strip():
+        return None
+    try:
+        at = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise InvalidRequestError(f"{name} must be a date and time such as 2030-01-31T12:00", param=name) from None
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def word(text: str) -> str | None:
+    """A name; None for an empty field."""
+    return text.strip() or None
+
+
+def go(request: AnyRequest, path: str) -> Response[str] | Redirect:
+    """After a change: htmx is told where to go, a plain form is redirected."""
+    if wants_fragment(request):
+        return Response("", headers={"hx-redirect": path})
+    return Redirect(path, status_code=303)

@@ -1,0 +1,1 @@
+"""What tenants are promised: objectives on latency and availability."""

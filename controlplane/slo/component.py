@@ -1,0 +1,11 @@
+"""The slo domain's part of the control plane. Layer: service."""
+
+from __future__ import annotations
+
+from controlplane.component import Component, Resources
+from controlplane.slo.controllers import router
+
+
+def component(resources: Resources) -> Component:
+    """The admin API's routes; the domain runs nothing in the background."""
+    return Component(routes=[router])

@@ -1,0 +1,119 @@
+"""Service level objectives as objects: creating, changing, and those that hold.
+
+Layer: service. Every function takes the caller's session and never commits. A trigger announces each change to the
+gateways. Error budgets and burn rates are computed elsewhere, from what is stored here.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from msgspec import UNSET
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from controlplane.errors import ConflictError, NotFoundError
+from controlplane.paging import Cursor, Page, checked, decode_uuid, page
+from controlplane.slo import repository
+from controlplane.slo.models import SloRow
+from controlplane.slo.schemas import Slo, SloPatch, SloSpec, SloView
+from controlplane.slo.validation import check_class, check_objectives, check_pool
+from controlplane.tenants.owner import resolve_owner
+
+MOST_SLOS = 10_000
+OBJECTIVES = ("ttft_ms", "ttft_share", "tpot_ms", "tpot_share", "availability", "window_days")
+
+
+async def create_slo(session: AsyncSession, spec: SloSpec, *, idempotency_key: str | None = None) -> SloView:
+    """New objectives. Repeated with the same idempotency key, those made before.
+
+    Raises InvalidRequestError, NotFoundError, or ConflictError when tenant, pool and class have theirs.
+    """
+    check_objectives(**{name: getattr(spec, name) for name in OBJECTIVES})
+    pool, service_class = check_pool(spec.pool), check_class(spec.service_class)
+    owner = await resolve_owner(session, spec.tenant) if spec.tenant is not None else None
+    if await repository.count(session) >= MOST_SLOS:
+        raise ConflictError(f"there are {MOST_SLOS} objectives: remove some", code="too_many_slos")
+    added = await repository.add(
+        session,
+        tenant_id=owner.tenant_id if owner else None,
+        tenant=spec.tenant,
+        pool=pool,
+        service_class=service_class,
+        **{name: getattr(spec, name) for name in OBJECTIVES},
+        enabled=spec.enabled,
+        idempotency_key=idempotency_key,
+    )
+    if added is not None:
+        return slo_view(added)
+    before = await repository.by_idempotency_key(session, idempotency_key) if idempotency_key else None
+    if before is None:
+        raise ConflictError("this tenant, pool and class have objectives already: change them", code="slo_exists")
+    if (before.tenant, before.pool, before.service_class) != (spec.tenant, pool, service_class):
+        raise ConflictError(f"this idempotency key already made {before.id}", code="idempotency_mismatch")
+    return slo_view(before)
+
+
+async def list_slos(
+    session: AsyncSession, *, tenant: str | None = None, after: str | None = None, limit: int = 50
+) -> Page[SloView]:
+    """Objectives, oldest first; with `tenant` that tenant's own. One query. Raises InvalidRequestError."""
+    limit, key = checked(limit), decode_uuid(after)
+    rows = await repository.slos(session, tenant=tenant, after=key, limit=limit)
+    return page(rows, limit, slo_view, lambda row: Cursor(row.created_at, str(row.id)))
+
+
+async def get_slo(session: AsyncSession, slo_id: UUID) -> SloView:
+    """Raises NotFoundError."""
+    return slo_view(await _slo(session, slo_id))
+
+
+async def change_slo(session: AsyncSession, slo_id: UUID, patch: SloPatch) -> SloView:
+    """Change what `patch` sets. Raises InvalidRequestError or NotFoundError."""
+    changes = {name: value for name in patch.__struct_fields__ if (value := getattr(patch, name)) is not UNSET}
+    row = await _slo(session, slo_id, lock=True)
+    if not changes:
+        return slo_view(row)
+    check_objectives(**{name: changes.get(name, getattr(row, name)) for name in OBJECTIVES})
+    return slo_view(await repository.change(session, slo_id, changes))
+
+
+async def delete_slo(session: AsyncSession, slo_id: UUID) -> SloView:
+    """The objectives that are no more. Raises NotFoundError."""
+    gone = await get_slo(session, slo_id)
+    await repository.remove(session, slo_id)
+    return gone
+
+
+async def load_slos(session: AsyncSession) -> tuple[Slo, ...]:
+    """All objectives that hold, for `schemas.slo_for`. One query."""
+    return tuple(
+        Slo(
+            slo_id=str(row.id),
+            tenant_id=str(row.tenant_id) if row.tenant_id else None,
+            pool=row.pool,
+            service_class=row.service_class,
+            **{name: getattr(row, name) for name in OBJECTIVES},
+        )
+        for row in await repository.enabled(session)
+    )
+
+
+def slo_view(row: SloRow) -> SloView:
+    """A row as operators see it."""
+    return SloView(
+        id=row.id,
+        tenant=row.tenant,
+        pool=row.pool or None,
+        service_class=row.service_class or None,
+        **{name: getattr(row, name) for name in OBJECTIVES},
+        enabled=row.enabled,
+        created_at=row.created_at,
+        updated_at=row.updated_at,
+    )
+
+
+async def _slo(session: AsyncSession, slo_id: UUID, *, lock: bool = False) -> SloRow:
+    row = await repository.one(session, slo_id, lock=lock)
+    if row is None:
+        raise NotFoundError(f"there are no objectives {slo_id}", code="slo_not_found", param="slo_id")
+    return row

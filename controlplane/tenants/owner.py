@@ -1,0 +1,58 @@
+"""Whom a limit or a promise belongs to, for domains that keep things of tenants.
+
+Layer: service. One query, and within the tenant: no name or id of another one ever answers (F36).
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import and_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from controlplane.errors import NotFoundError
+from controlplane.tenants.models import ApiKey, PolicyState, Project, Tenant
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant, and in it perhaps a project or a key's identity; `epoch` is the policy's when it was read."""
+
+    tenant_id: UUID
+    tenant: str
+    time_zone: str
+    epoch: int
+    project_id: UUID | None
+    identity: str | None
+
+
+async def resolve_owner(
+    session: AsyncSession, tenant: str | UUID, *, project: str | None = None, key_id: str | None = None
+) -> Owner:
+    """The tenant of a slug or id, and of it the project and the key that are named. One query. Raises NotFoundError."""
+    found = await session.execute(
+        select(
+            Tenant.id,
+            Tenant.slug,
+            Tenant.time_zone,
+            select(PolicyState.epoch).scalar_subquery(),
+            Project.id,
+            ApiKey.identity,
+        )
+        .outerjoin(Project, and_(Project.tenant_id == Tenant.id, Project.slug == project))
+        .outerjoin(ApiKey, and_(ApiKey.tenant_id == Tenant.id, ApiKey.key_id == key_id))
+        .where(Tenant.id == tenant if isinstance(tenant, UUID) else Tenant.slug == tenant)
+    )
+    row = found.one_or_none()
+    if row is None:
+        raise NotFoundError(f"there is no tenant {str(tenant)[:40]}", code="tenant_not_found", param="slug")
+    tenant_id, slug, time_zone, epoch, project_id, identity = row
+    if project is not None and project_id is None:
+        raise NotFoundError(
+            f"the tenant {slug} has no project {project[:40]}", code="project_not_found", param="project"
+        )
+    if key_id is not None and identity is None:
+        raise NotFoundError(f"the tenant {slug} has no API key {key_id[:11]}", code="key_not_found", param="key_id")
+    return Owner(
+        tenant_id=tenant_id, tenant=slug, time_zone=time_zone, epoch=epoch, project_id=project_id, identity=identity
+    )

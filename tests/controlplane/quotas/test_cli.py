@@ -1,0 +1,104 @@
+"""`tidegate quota|price|slo` against a real control-plane process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from controlplane.accounts import service as accounts
+from controlplane.accounts.schemas import Role
+from controlplane.cli import main
+from controlplane.db import create_engine, transaction
+from controlplane.settings import Settings
+from tests.controlplane.test_serve import serving
+from tests.factories.rows import make_key, make_tenant
+
+TOKEN = "operator-token-of-this-test"
+
+
+@pytest.fixture
+def key(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A control plane with the tenant acme, an environment that points at it as operator; a key of acme."""
+
+    async def seed() -> str:
+        engine = create_engine(settings, pooled=False)
+        async with transaction(engine) as session:
+            await accounts.ensure_api_token(session, "operator", TOKEN, Role.OPERATOR)
+            await make_tenant(session, "acme")
+            made = (await make_key(session, "acme")).view.key_id
+        await engine.dispose()
+        return made
+
+    made = asyncio.run(seed())
+    with serving("control", settings) as (_, port):
+        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+        yield made
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def good(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def data(*arguments: str) -> Any:
+    return json.loads(good(*arguments, "--json"))
+
+
+def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
+    assert "no limits yet" in run("quota", "list", "acme").stderr
+    made = data("quota", "create", "acme", "tokens_per_day", "--hard", "1000", "--soft", "800", "--model", "m")
+    mine = data("quota", "create", "acme", "requests_per_minute", "--hard", "5", "--key", key, "--away", "open")
+    assert (mine["level"], mine["key"], mine["away"]) == ("key", key, "open")
+    listed = good("quota", "list", "acme")
+    assert "tokens_per_day" in listed
+    assert f"key {key}" in listed
+    changed = data("quota", "change", made["id"], "--hard", "2000", "--soft", "none")
+    assert (changed["soft"], changed["hard"]) == (None, 2000)
+    grant = data("quota", "grant", made["id"], "50", "--hours", "1.5", "--reason", "launch")
+    assert data("quota", "show", made["id"])["raised"] == 50
+    assert "launch" in good("quota", "grants", made["id"])
+    data("quota", "end-grant", made["id"], grant["id"])
+    assert data("quota", "show", made["id"])["raised"] == 0
+    assert data("quota", "delete", made["id"])["hard"] == 2000
+    assert "nobody asks" in run("quota", "requests", "--state", "open", "--tenant", "acme").stderr
+
+    rates = ("--uncached-input", "2000000", "--cached-input", "1", "--output", "8000000")
+    price = data("price", "set", *rates)
+    planned = data("price", "set", *rates, "--pool", "gpu", "--from", "2999-01-01")
+    assert planned["valid_from"] == "2999-01-01T00:00:00Z"
+    assert [row["id"] for row in data("price", "list", "--in-force")] == [price["id"]]
+    assert "2999-01-01 00:00Z" in good("price", "list", "--pool", "gpu")
+    data("price", "take-back", planned["id"])
+    assert "in force" in run("price", "take-back", price["id"]).stderr
+
+    slo = data("slo", "create", "--tenant", "acme", "--class", "fast", "--ttft", "500", "0.95")
+    assert (slo["class"], slo["ttft_ms"], slo["ttft_share"]) == ("fast", 500, 0.95)
+    data("slo", "change", slo["id"], "--availability", "0.999", "--disable")
+    assert "500 ms for 95 %" in good("slo", "list")
+    assert "disabled" in good("slo", "list", "--tenant", "acme")
+    data("slo", "delete", slo["id"])
+
+    for arguments, code, sentence in (
+        (("quota", "create", "nobody", "tokens_per_day", "--hard", "1"), 1, "there is no tenant nobody"),
+        (("quota", "create", "acme", "tokens_per_day"), 2, "a quota needs a hard limit"),
+        (("quota", "change", mine["id"], "--hard", "much"), 2, "neither a whole number nor none"),
+        (("quota", "change", mine["id"]), 2, "nothing to change"),
+        (("quota", "grant", mine["id"], "5", "--reason", "x"), 2, "--until or --hours"),
+        (("quota", "show", "junk"), 1, "nothing is served"),
+        (("slo", "create"), 2, "objectives need"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code == code, done.output
+        assert sentence in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
