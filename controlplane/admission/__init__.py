@@ -1,0 +1,1 @@
+"""What is let in, when, and what is turned away."""
