@@ -23,7 +23,7 @@ class Basis(enum.StrEnum):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request holds. `fence` grows with every lease of the tenant; `steps` counts its extensions."""
+    """What one request holds. `fence` grows with every lease of the tenant; `step` names its last extension."""
 
     lease_id: str
     tenant_id: str
@@ -35,7 +35,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     taken_at: float
     expires_at: float
     ttl_s: float
-    steps: int = 0
+    step: int = 0
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,6 +75,8 @@ LONGEST_S = 3600.0
 TOGETHER = 64
 """Leases said to be still held in one call."""
 MOST_TENANTS = 10_000
+MOST_SETTLED = 10_000
+"""Endings a process remembers, so that a repeat is harmless even when the store was lost in between."""
 
 _AWAY = (
     RedisAwayError,
@@ -149,6 +151,7 @@ class Leases:
         self._local = LocalCounters(monotonic, wall)
         self._outbox = Outbox()
         self._held: dict[str, Lease] = {}
+        self._settled: OrderedDict[str, Settled] = OrderedDict()
         self._epochs: OrderedDict[str, int] = OrderedDict()
         self._doubted: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -176,6 +179,8 @@ class Leases:
         self, tenant_id: str, lease_id: str, charges: Sequence[Charge], *, ttl_s: float | None = None
     ) -> Acquired:
         """Take all `charges` or none. Cancelled or unanswered, it takes nothing for longer than the store is away."""
+        if lease_id in self._settled:
+            return Ended(why=Ending.SETTLED)
         wanted = self._wanted(tenant_id, lease_id, charges, ttl_s)
         words = [lease_id, self._holder, wire.micros(wanted.ttl_s), wire.charge_words(charges)]
         try:
@@ -187,6 +192,8 @@ class Leases:
             return self._acquire_away(wanted, answer)
         outcome = self._taken(wanted, charges, answer)
         if isinstance(outcome, Granted):
+            if outcome.repeated and lease_id in self._held:
+                return msgspec.structs.replace(outcome, lease=self._held[lease_id])
             self._held[lease_id] = outcome.lease
         return outcome
 
@@ -219,6 +226,8 @@ class Leases:
         It cannot be refused for lack of room, and a store that is away is told later. Ended says that another holder
         has the lease, or that the store has forgotten it: nothing is charged then.
         """
+        if (before := self._settled.get(lease.lease_id)) is not None:
+            return before
         lease = self._held.pop(lease.lease_id, lease)
         self._local.settle(lease.lease_id, use)
         ended = EndedLease(lease=lease, use=use, ended_at=self._wall())
@@ -244,7 +253,7 @@ class Leases:
         by_id: dict[str, Reasserted] = {}
         by_tenant: dict[str, list[Lease]] = {}
         for lease in leases:
-            by_tenant.setdefault(lease.tenant_id, []).append(lease)
+            by_tenant.setdefault(lease.tenant_id, []).append(self._held.get(lease.lease_id, lease))
         for tenant_id, owned in by_tenant.items():
             for start in range(0, len(owned), TOGETHER):
                 told = await self._reassert(tenant_id, owned[start : start + TOGETHER])
@@ -391,15 +400,17 @@ class Leases:
         return outcome
 
     async def _extend(self, lease: Lease, charges: Sequence[Charge], ttl_s: float | None, step: int) -> Extended:
-        longer = msgspec.structs.replace(lease, charges=_merged(lease.charges, charges), ttl_s=ttl_s or lease.ttl_s)
+        more = charges if step > lease.step else ()
+        held = _merged(lease.charges, more)
+        longer = msgspec.structs.replace(lease, charges=held, ttl_s=ttl_s or lease.ttl_s, step=max(step, lease.step))
         if lease.basis is Basis.LOCAL:
-            return self._extend_away(longer, charges)
+            return self._extend_away(longer, more)
         asked = charges or [msgspec.structs.replace(charge, amount=0) for charge in lease.charges]
         known = [lease.fence, step, lease.epoch, wire.micros(lease.expires_at)]
         words = [lease.lease_id, self._holder, wire.micros(longer.ttl_s), wire.charge_words(asked), *known]
         answer = await self._ask("extend", lease.tenant_id, asked, words)
         if isinstance(answer, _Silence):
-            return self._extend_away(longer, charges)
+            return self._extend_away(longer, more)
         outcome = self._taken(longer, asked, answer)
         if isinstance(outcome, Granted) and lease.lease_id in self._held:
             self._held[lease.lease_id] = outcome.lease
@@ -452,6 +463,9 @@ class Leases:
             return None
         outcome = wire.settled(lease, answer)
         if isinstance(outcome, Settled):
+            self._settled[lease.lease_id] = msgspec.structs.replace(outcome, repeated=True)
+            if len(self._settled) > MOST_SETTLED:
+                self._settled.popitem(last=False)
             self.tally.settled += 1
             self.tally.late += outcome.late
             self.tally.overrun_units += sum(one.units for one in outcome.overruns)
