@@ -5,7 +5,10 @@ Layer: service. Pure.
 
 from __future__ import annotations
 
+import math
+
 from controlplane.admission.charges import COUNTERS, Counter
+from controlplane.admission.circuit import LONGEST_PAUSE_S
 from controlplane.quotas.schemas import Away, Limit
 
 MINUTE_S = 60.0
@@ -16,11 +19,12 @@ def overspend_bound(
     *,
     gateways: int,
     outage_s: float,
+    outages: int = 1,
     restarts: int = 0,
     store_lost: bool = False,
     units_per_s: float | None = None,
 ) -> int | None:
-    """The most units beyond `limit.hard` that can be admitted in one of its windows which meets outages of `outage_s`
+    """The most units beyond `limit.hard` that can be admitted in one of its windows which meets `outages` of `outage_s`
     seconds in all, by `gateways` processes of which `restarts` were started anew meanwhile. None: there is no bound.
 
     With R gateways and a hard limit L:
@@ -31,8 +35,9 @@ def overspend_bound(
     - LOCAL(n) admits at most n in any window of the same kind in each process, and keeps that count when the store
       comes and goes: R·n. A process that starts anew has forgotten its count: one more n for each.
     - OPEN counts nothing. A gateway that passes at most u units a second (`units_per_s`; for concurrency, starts a
-      second) admits u·t in t seconds: R·u·min(outage, 60) for a minute, R·u·outage for a calendar window and for
-      concurrency. Without u there is no bound.
+      second) admits u·t in t seconds, where t is all outages and, after each, the longest pause until the gateway asks
+      the store again: R·u·min(t, 60) for a minute, R·u·t for a calendar window and for concurrency. Without u there is
+      no bound.
     - A store that comes back empty has forgotten the minute and the live leases, of which it may have admitted L
       before: one more L. Calendar counters are cold then and are hydrated from the ledger, so nothing is added but
       what the ledger did not have yet.
@@ -50,5 +55,6 @@ def overspend_bound(
         return (gateways + restarts) * limit.local + forgotten
     if units_per_s is None:
         return None
-    seconds = min(outage_s, MINUTE_S) if counter is Counter.RATE else outage_s
-    return int(gateways * units_per_s * seconds) + forgotten
+    unheard_s = outage_s + outages * LONGEST_PAUSE_S
+    seconds = min(unheard_s, MINUTE_S) if counter is Counter.RATE else unheard_s
+    return math.ceil(gateways * units_per_s * seconds) + forgotten

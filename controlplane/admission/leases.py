@@ -518,8 +518,6 @@ class Leases:
     def _learned(self, told: Reasserted) -> None:
         lease_id = told.lease.lease_id
         self.tally.reasserted += told.state in {Holding.REVIVED, Holding.RECREATED}
-        if told.state in HELD_ON:
-            self._local.hand_over(lease_id)
         if lease_id in self._held:
             if told.state in HELD_ON:
                 self._held[lease_id] = told.lease

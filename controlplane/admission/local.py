@@ -2,7 +2,7 @@
 
 Layer: service. The rules are the store's (lua/core.lua): a sliding minute that keeps a second's units for 61 seconds,
 calendar windows, and live leases. A count outlives the outage, so that a store which comes and goes lets nobody have
-`local` anew. It never counts what the store has granted.
+`local` anew: what was admitted here is counted here until it ends, also when the store counts it too by then.
 """
 
 from __future__ import annotations
@@ -131,13 +131,6 @@ class LocalCounters:
             for part in taken.parts:
                 if part.charge.counter is Counter.HELD:
                     self._counters[part.charge.key].held[lease_id] = taken.expires
-
-    def hand_over(self, lease_id: str) -> None:
-        """The store counts this lease from now on. Its slots are free here; what was admitted here stays counted."""
-        taken = self._leases.pop(lease_id, None)
-        for part in taken.parts if taken is not None else ():
-            if part.charge.counter is Counter.HELD:
-                self._lower(lease_id, part, 0)
 
     def _room(self, charges: Iterable[Charge], now: float) -> bool:
         """Whether every counter exists or can be made. What is idle or expired makes room first."""

@@ -47,7 +47,7 @@ def tokens(input: int = 0, output: int = 0) -> Use:
     return Use(input=input, uncached_input=input, output=output)
 
 
-async def test_f02_of_200_concurrent_requests_with_room_for_one_exactly_one_passes(world: World) -> None:
+async def test_f2_of_200_concurrent_requests_with_room_for_one_exactly_one_passes(world: World) -> None:
     for limits in ([limit(RPM, 1)], [limit(CONCURRENT, 1)], [limit(TPM, 1500)], [limit(DAILY, 1500)]):
         if limits[0].kind is DAILY:
             await world.hydrate(limits)
@@ -65,7 +65,7 @@ async def test_every_lease_of_a_request_is_taken_or_none(world: World) -> None:
     assert await world.used(*limits) == [1, 600, 1]
 
 
-async def test_f04_remaining_falls_at_admission_and_rises_by_the_unused_part_at_settlement(world: World) -> None:
+async def test_f4_remaining_falls_at_admission_and_rises_by_the_unused_part_at_settlement(world: World) -> None:
     limits = [limit(TPM, 10_000), limit(OUT, 5_000), limit(MONTHLY, 100_000), limit(MONEY, 9_000_000)]
     await world.hydrate(limits)
     use = Use(input=500, uncached_input=500, output=2_000, money=70_000)
@@ -77,7 +77,7 @@ async def test_f04_remaining_falls_at_admission_and_rises_by_the_unused_part_at_
     assert await world.used(*limits) == [800, 300, 800, 9_000]
 
 
-async def test_f04_the_bucket_in_which_the_reservation_was_made_is_lowered(world: World) -> None:
+async def test_f4_the_bucket_in_which_the_reservation_was_made_is_lowered(world: World) -> None:
     limits = [limit(TPM, 1000)]
     first = await world.granted(limits, tokens(0, 900))
     await world.advance(30)
@@ -90,7 +90,7 @@ async def test_f04_the_bucket_in_which_the_reservation_was_made_is_lowered(world
     assert await world.used(*limits) == [0]
 
 
-async def test_f07_use_above_the_reservation_is_charged_in_full_and_reported(world: World) -> None:
+async def test_f7_use_above_the_reservation_is_charged_in_full_and_reported(world: World) -> None:
     limits = [limit(OUT, 1000), limit(MONTHLY, 1000)]
     await world.hydrate(limits)
     granted = await world.granted(limits, tokens(0, 900))

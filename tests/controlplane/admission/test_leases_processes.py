@@ -20,7 +20,7 @@ def orders(url: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gateways", [1, 4, 16])
-async def test_f01_many_gateways_admit_no_more_than_one_limit(redis: Redis, valkey: str, gateways: int) -> None:
+async def test_f1_many_gateways_admit_no_more_than_one_limit(redis: Redis, valkey: str, gateways: int) -> None:
     """No minute above the limit, and none of the limit lost."""
     limits = {RPM.value: MOST, TPM.value: 700 * 7 + 6}
     done = run_gateways(gateways, orders(valkey, limits=limits, requests=ASKED // gateways))

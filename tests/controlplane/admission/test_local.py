@@ -89,15 +89,6 @@ def test_slots_end_with_their_time_unless_they_are_renewed(process: Process) -> 
     assert process.used(concurrent_requests=0) == [1]
 
 
-def test_what_the_store_counts_again_frees_its_slot_and_stays_counted(process: Process) -> None:
-    lease = process.take(Use(input=50), tokens_per_minute=100, concurrent_requests=1)
-    assert lease is not None
-    process.counters.hand_over(lease)
-    assert process.used(tokens_per_minute=0, concurrent_requests=0) == [50, 0]
-    process.counters.settle(lease, NOTHING)
-    assert process.used(tokens_per_minute=0) == [50]
-
-
 def test_a_day_is_counted_for_itself(process: Process) -> None:
     assert process.take(Use(input=80), tokens_per_day=100)
     assert process.take(Use(input=80), tokens_per_day=100) is None
