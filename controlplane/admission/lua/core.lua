@@ -142,7 +142,7 @@ local function rate_add(key, bucket, units)
   bucket = math.min(bucket, second)
   redis.call('HINCRBY', key, int(bucket), int(units))
   rate_write(key, total + units, math.min(oldest, bucket), math.max(latest, bucket))
-  redis.call('PEXPIRE', key, (SPAN + 1) * 1000)
+  if total == 0 or bucket > latest then redis.call('PEXPIRE', key, (SPAN + 1) * 1000) end
 end
 
 local function rate_lower(key, bucket, units)
