@@ -24,8 +24,8 @@ class StoreRestlessError(RuntimeError):
 
 
 class Warmer:
-    """Sums the ledger for a cold counter once at a time, however many requests wait for it. A sum's failure is raised to
-    all who wait; the next request tries again.
+    """Sums the ledger for a cold counter once at a time, however many requests wait for it. A failure is raised to all
+    who wait; the next request tries again.
     """
 
     def __init__(self, leases: Leases, sum_ledger: Sum) -> None:
