@@ -247,6 +247,15 @@ async def test_f12_a_lost_lease_frees_its_slot_when_its_time_is_over(world: Worl
     assert await world.used(*limits) == [1, 150]
 
 
+async def test_f12_many_lost_leases_free_their_slots_at_once(world: World) -> None:
+    limits = [limit(CONCURRENT, 60)]
+    for _ in range(60):
+        await world.granted(limits, Use(), ttl_s=30)
+    await world.advance(30)
+    assert await world.used(*limits) == [0]
+    assert (await world.granted(limits, Use())).standings[0].used == 1
+
+
 async def test_what_expired_long_ago_is_forgotten_without_a_change(world: World) -> None:
     limits = [limit(MONTHLY, 1000)]
     await world.hydrate(limits)
