@@ -1,0 +1,4 @@
+-- Where counters stand: {charges}. Takes nothing.
+local standings, _, _, cold, inside = judge(request[1])
+if not inside then return answer('outside', now) end
+return answer('standings', epoch, now, standings, cold)

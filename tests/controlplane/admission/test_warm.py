@@ -1,0 +1,93 @@
+"""A lease is taken whatever the store has forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from redis.asyncio import Redis
+
+from controlplane.admission.answers import ColdCounter, Granted, Refused
+from controlplane.admission.charges import Charge, Use, charges_for
+from controlplane.admission.warm import StoreRestlessError, Warmer
+from controlplane.quotas.schemas import QuotaKind
+from tests.controlplane.admission.leasing import DAILY, MONTHLY, TENANT, World, limit, windows_at
+
+LIMITS = [limit(DAILY, 1000), limit(MONTHLY, 1000)]
+
+
+def charges_at(now: float) -> Sequence[Charge]:
+    return charges_for(TENANT, LIMITS, Use(input=10), windows_at(now))
+
+
+async def test_many_requests_wait_for_one_sum_of_each_cold_counter(redis: Redis) -> None:
+    world = await World(redis).start()
+    summed: list[QuotaKind] = []
+    summing: set[QuotaKind] = set()
+
+    async def ledger(counter: ColdCounter) -> tuple[int, float]:
+        kind = counter.charge.kind
+        assert kind not in summing, "two sums of one counter at once"
+        summed.append(kind)
+        summing.add(kind)
+        await asyncio.sleep(0.1)
+        summing.remove(kind)
+        return 905, world.now
+
+    warmer = Warmer(world.leases, ledger)
+    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now)) for i in range(50)]
+    outcomes = await asyncio.gather(*asked)
+    assert set(summed) == {DAILY, MONTHLY}
+    assert len(summed) < len(outcomes) / 5
+    assert sum(isinstance(one, Granted) for one in outcomes) == 9
+    assert sum(isinstance(one, Refused) for one in outcomes) == 41
+
+
+async def test_windows_are_computed_again_for_the_servers_time(redis: Redis) -> None:
+    world = await World(redis).start()
+
+    async def ledger(_: ColdCounter) -> tuple[int, float]:
+        return 0, world.now
+
+    late = world.now - 5 * 86_400
+    outcome = await Warmer(world.leases, ledger).acquire(TENANT, "one", lambda now: charges_at(now or late))
+    assert isinstance(outcome, Granted)
+    assert outcome.lease.charges[0].window == windows_at(world.now).day
+
+
+async def test_a_ledger_that_cannot_be_summed_is_told_to_all_and_asked_again(redis: Redis) -> None:
+    world = await World(redis).start()
+    failures = iter([True, True, False, False])
+
+    async def ledger(_: ColdCounter) -> tuple[int, float]:
+        await asyncio.sleep(0.01)
+        if next(failures):
+            raise ConnectionError("no database")
+        return 0, world.now
+
+    warmer = Warmer(world.leases, ledger)
+    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now)) for i in range(3)]
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, ConnectionError) for one in outcomes)
+    assert isinstance(await warmer.acquire(TENANT, "next", lambda now: charges_at(now or world.now)), Granted)
+
+
+async def test_a_counter_that_never_gets_warm_is_given_up(redis: Redis) -> None:
+    world = await World(redis).start()
+    summed = 0
+
+    async def ledger(counter: ColdCounter) -> tuple[int, float]:
+        nonlocal summed
+        summed += 1
+        await world.advance(86_400)  # each sum takes so long that the day is over
+        return 0, world.now
+
+    limits = [limit(DAILY, 1000)]
+
+    def days(now: float | None) -> Sequence[Charge]:
+        return charges_for(TENANT, limits, Use(input=10), windows_at(now or world.now))
+
+    with pytest.raises(StoreRestlessError):
+        await Warmer(world.leases, ledger).acquire(TENANT, "one", days)
+    assert summed <= 4
