@@ -7,5 +7,5 @@ from controlplane.ledger.controllers import router
 
 
 def component(resources: Resources) -> Component:
-    """The admin API's routes; records come in through telemetry's intake."""
+    """The admin API's routes; records come in through telemetry: reports of replicas, the stream of gateways."""
     return Component(routes=[router])
