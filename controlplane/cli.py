@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": ("controlplane.local.cli:doctor", "Print what was found on this machine and what is wrong."),
     "tenant": ("controlplane.tenants.cli:tenant", "Create, list and change tenants."),
     "key": ("controlplane.tenants.cli:key", "Create, list and revoke API keys."),
+    "usage": ("controlplane.ledger.cli:usage", "Sum, export and bill what tenants used."),
     "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
     "db": ("controlplane.serve:db", "Migrate the database."),

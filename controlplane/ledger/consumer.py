@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
@@ -94,7 +94,7 @@ class StreamConsumer:
             if time.monotonic() >= look_at:
                 await self._take_over()
                 look_at = time.monotonic() + min(TAKE_OVER_EVERY_S, self._taken_over_after_ms / 1000)
-            found = await self._redis.xreadgroup(GROUP, self._name, {STREAM: ">"}, count=BATCH, block=BLOCK_MS)
+            found: Any = await self._redis.xreadgroup(GROUP, self._name, {STREAM: ">"}, count=BATCH, block=BLOCK_MS)
             pauses.reset()
             for _, entries in found:
                 await self._settle([_Entry(*one) for one in entries])

@@ -59,3 +59,27 @@ def price_of(prices: Iterable[Price], pool: str, piece: Segment) -> Price | None
     """The one price of `pool` within a piece of `cut`."""
     length = timedelta(seconds=1) if piece.until is None else piece.until - piece.since
     return in_force(prices, pool, (piece.since + length / 2).timestamp())
+
+
+class Used(Protocol):
+    """A sum of attempts."""
+
+    @property
+    def uncached_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int: ...
+    @property
+    def device_seconds(self) -> Decimal: ...
+
+
+def price_sum(used: Used, price: Price, formula: CostFunction) -> int:
+    """What a sum of attempts at one price cost, in micro-units."""
+    return formula(
+        price,
+        uncached_tokens=used.uncached_tokens,
+        cached_tokens=used.cached_tokens,
+        output_tokens=used.output_tokens,
+        device_seconds=used.device_seconds,
+    )

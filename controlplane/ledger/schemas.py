@@ -64,6 +64,53 @@ class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class StatementPart(UsageSum, frozen=True, kw_only=True):
+    """One key's, model's, pool's, project's or basis's part of a statement. `cost` is in micro-units; it leaves out
+    `unpriced_attempts`, for which no price was in force when they finished.
+    """
+
+    key: str
+    cost: int
+    unpriced_attempts: int
+
+
+class StatementLine(UsageSum, frozen=True, kw_only=True):
+    """What one key of one project used of one model in one pool."""
+
+    project: str
+    key_id: str
+    model: str
+    pool: str
+    cost: int
+    unpriced_attempts: int
+
+
+class Statement(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's usage of a calendar month of its time zone, [since, until). The lines, and the parts of each kind, add
+    up to `total` (F8): tokens, attempts and cost to the unit.
+    """
+
+    tenant: str
+    month: str
+    time_zone: str
+    since: datetime
+    until: datetime
+    total: StatementPart
+    lines: list[StatementLine]
+    by_project: list[StatementPart]
+    by_key: list[StatementPart]
+    by_model: list[StatementPart]
+    by_pool: list[StatementPart]
+    by_basis: list[StatementPart]
+
+
+class ExportFormat(enum.StrEnum):
+    """How rows of the ledger are exported."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
 class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt as the ledger holds it."""
 

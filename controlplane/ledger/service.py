@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import InvalidRequestError
 from controlplane.ledger import partitions, repository
-from controlplane.ledger.costing import CostFunction, cost, cut, price_of
+from controlplane.ledger.costing import CostFunction, cost, cut, price_of, price_sum
 from controlplane.ledger.partitions import Changed
 from controlplane.ledger.retention import CLAIMS_KEPT_S, DAYS_AHEAD, DAYS_KEPT
 from controlplane.ledger.schemas import (
@@ -75,17 +75,22 @@ async def usage_totals(
     Raises InvalidRequestError when the span is empty, longer than `LONGEST_SPAN` or without time zone, and when there
     are more than `MOST_TOTALS` rows.
     """
-    _require_zones(since, until)
-    if not since < until <= since + LONGEST_SPAN:
-        raise InvalidRequestError(
-            f"a span ends after it starts and is at most {LONGEST_SPAN.days} days long", param="since"
-        )
+    require_span(since, until)
     rows = await sums(session, [Segment(since, until)], by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
     if len(rows) > MOST_TOTALS:
         raise InvalidRequestError(
             f"there are more than {MOST_TOTALS} rows by {by}: ask for a shorter span or one tenant", param="by"
         )
     return [UsageTotal(key=row.keys[0], **structs.asdict(usage_sum([row]))) for row in rows]
+
+
+def require_span(since: datetime, until: datetime) -> None:
+    """Raises InvalidRequestError when the span is empty, longer than `LONGEST_SPAN` or without time zone."""
+    _require_zones(since, until)
+    if not since < until <= since + LONGEST_SPAN:
+        raise InvalidRequestError(
+            f"a span ends after it starts and is at most {LONGEST_SPAN.days} days long", param="since"
+        )
 
 
 async def sum_since(
@@ -127,13 +132,7 @@ async def spent_since(
         for row in await sums(session, some, by=[UsageDimension.POOL], whose=whose, most=MOST_TOTALS):
             price = price_of(prices, row.keys[0], some[row.segment])
             if price is not None:
-                spent += formula(
-                    price,
-                    uncached_tokens=row.uncached_tokens,
-                    cached_tokens=row.cached_tokens,
-                    output_tokens=row.output_tokens,
-                    device_seconds=row.device_seconds,
-                )
+                spent += price_sum(row, price, formula)
     return spent
 
 
@@ -164,6 +163,22 @@ async def usage_page(
         session, since=since, until=until, tenant=tenant, after=decode(after), limit=limit + 1
     )
     return page(rows, limit, lambda row: row, lambda row: Cursor(row.finished_at, row.attempt_id))
+
+
+async def rows_after(
+    session: AsyncSession,
+    *,
+    since: datetime,
+    until: datetime,
+    tenant: str | None,
+    last: UsageLine | None,
+    limit: int,
+) -> list[UsageLine]:
+    """At most `limit` attempts that finished in [since, until), oldest first, those after `last`. One query."""
+    after = None if last is None else Cursor(last.finished_at, last.attempt_id)
+    return await repository.lines(
+        session, since=since, until=until, tenant=tenant, after=after, limit=limit, oldest_first=True
+    )
 
 
 async def estimated_rows(session: AsyncSession) -> int:
