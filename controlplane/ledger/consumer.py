@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.db import transaction
@@ -81,6 +81,8 @@ class StreamConsumer:
         """Make the group from the stream's beginning if need be, and forget members long gone."""
         try:
             await self._redis.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
+        except OutOfMemoryError:  # said before it is looked whether the group exists; reading tells
+            pass
         except ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
@@ -115,11 +117,20 @@ class StreamConsumer:
             return
         if not await self._store(entries):
             return
+        try:
+            await self._release(entries, telling=True)
+        except ResponseError as error:
+            # A full Redis takes nothing in but gives space back; the senders miss their word and send again.
+            log.warning("senders were not told that %d usage records are stored: %s", len(entries), error)
+            await self._release(entries, telling=False)
+
+    async def _release(self, entries: Sequence[_Entry], *, telling: bool) -> None:
+        """Take stored entries out of the stream and tell their senders, in one step."""
         pipeline = self._redis.pipeline(transaction=True)
         ids = [entry.entry_id for entry in entries]
         pipeline.xack(STREAM, GROUP, *ids)
         pipeline.xdel(STREAM, *ids)
-        for sender, numbers in _by_sender(entries).items():
+        for sender, numbers in _by_sender(entries).items() if telling else ():
             pipeline.rpush(stored_key(sender), *numbers)
             pipeline.expire(stored_key(sender), STORED_TTL_S)
         await pipeline.execute()

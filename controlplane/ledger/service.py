@@ -36,6 +36,8 @@ LONGEST_SPAN = timedelta(days=400)
 """Longest span of one total."""
 MOST_TOTALS = 10_000
 """Rows of one total at most; more is refused, because a cut-off sum would not agree with the others."""
+MOST_PRICED = 1_000_000
+"""Pools times pieces of time: no deployment has so many."""
 MOST_DIFFERENCES = 100
 
 
@@ -129,7 +131,7 @@ async def spent_since(
     pieces = cut(_segment(since, until), prices)
     for begin in range(0, len(pieces), MOST_SEGMENTS):
         some = pieces[begin : begin + MOST_SEGMENTS]
-        for row in await sums(session, some, by=[UsageDimension.POOL], whose=whose, most=MOST_TOTALS):
+        for row in await sums(session, some, by=[UsageDimension.POOL], whose=whose, most=MOST_PRICED):
             price = price_of(prices, row.keys[0], some[row.segment])
             if price is not None:
                 spent += price_sum(row, price, formula)
