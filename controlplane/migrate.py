@@ -56,6 +56,11 @@ def current(url: Secret) -> str | None:
         engine.dispose()
 
 
+def managed(name: str | None, kind: str, _: object) -> bool:
+    """Alembic's `include_name`: everything but the ledger's partitions, which jobs make and drop."""
+    return kind != "table" or name is None or not name.startswith("usage_ledger_")
+
+
 def load_models() -> None:
     """Import every domain's `models` module, so that `Base.metadata` is complete."""
     for domain in pkgutil.iter_modules(controlplane.__path__):

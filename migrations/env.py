@@ -11,6 +11,7 @@ from alembic import context
 from sqlalchemy import create_engine, pool, text
 
 from controlplane.db import Base
+from controlplane.migrate import managed
 
 UPGRADE_LOCK = 0x7469_6465
 """Key of the advisory lock that serialises upgrades ("tide")."""
@@ -32,6 +33,7 @@ def run() -> None:
                 target_metadata=Base.metadata,
                 compare_type=True,
                 compare_server_default=True,
+                include_name=managed,
                 transaction_per_migration=True,
             )
             with context.begin_transaction():

@@ -1,31 +1,45 @@
 """Rows of the usage ledger: the only source of every usage number.
 
-Layer: service. Only this domain imports these models. The ledger is append-only (a trigger of migration 0002
-refuses UPDATE and DELETE); an attempt is stored once, whoever reports it and however often.
+Layer: service. Only this domain imports these models. The ledger is append-only (a trigger refuses UPDATE and DELETE);
+an attempt is stored once, whoever reports it and however often: its id is claimed in `usage_attempts` first.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date, datetime
+from decimal import Decimal
 
-from sqlalchemy import BigInteger, CheckConstraint, DateTime, Double, Index, LargeBinary, String, func
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Date,
+    DateTime,
+    Double,
+    Index,
+    LargeBinary,
+    Numeric,
+    PrimaryKeyConstraint,
+    String,
+    func,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from controlplane.db import Base
 
 
 class UsageEntry(Base):
-    """One attempt's cost, as its producer counted it; `basis` says how."""
+    """One attempt's cost, as its producer counted it; `basis` says how. One partition a day (UTC) of `finished_at`."""
 
     __tablename__ = "usage_ledger"
     __table_args__ = (
         CheckConstraint("prompt_tokens >= 0 AND cached_tokens >= 0 AND output_tokens >= 0", name="tokens"),
         CheckConstraint("cached_tokens <= prompt_tokens", name="cached"),
-        Index("ix_usage_ledger_finished_at_attempt_id", "finished_at", "attempt_id"),
+        PrimaryKeyConstraint("finished_at", "attempt_id"),
         Index("ix_usage_ledger_tenant_finished_at_attempt_id", "tenant", "finished_at", "attempt_id"),
+        {"postgresql_partition_by": "RANGE (finished_at)"},
     )
 
-    attempt_id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    attempt_id: Mapped[str] = mapped_column(String(200))
     request_id: Mapped[str] = mapped_column(String(200))
     tenant: Mapped[str] = mapped_column(String(200))
     project: Mapped[str] = mapped_column(String(200))
@@ -44,6 +58,47 @@ class UsageEntry(Base):
     kv_block_seconds: Mapped[float] = mapped_column(Double)
     device_seconds: Mapped[float] = mapped_column(Double)
     recorded_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+
+
+class ClaimedAttempt(Base):
+    """An attempt id that has its row. Claimed in the transaction that inserts the row, so there is never a second.
+
+    It is kept longer than a record may be late (`retention.CLAIMS_KEPT_S`), and a later record is not stored.
+    """
+
+    __tablename__ = "usage_attempts"
+    __table_args__ = (Index("ix_usage_attempts_claimed_at", "claimed_at"),)
+
+    attempt_id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    claimed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+
+
+class UsageDay(Base):
+    """The ledger summed over one day (UTC), written by the statement that inserts the rows; seconds to the microsecond.
+
+    `partitions.check_day` compares it with the rows.
+    """
+
+    __tablename__ = "usage_daily"
+    __table_args__ = (
+        PrimaryKeyConstraint("day", "tenant", "project", "key_id", "model", "pool", "basis"),
+        Index("ix_usage_daily_tenant_day", "tenant", "day"),
+        {"postgresql_with": {"fillfactor": 70}},
+    )
+
+    day: Mapped[date] = mapped_column(Date)
+    tenant: Mapped[str] = mapped_column(String(200))
+    project: Mapped[str] = mapped_column(String(200))
+    key_id: Mapped[str] = mapped_column(String(200))
+    model: Mapped[str] = mapped_column(String(200))
+    pool: Mapped[str] = mapped_column(String(200))
+    basis: Mapped[str] = mapped_column(String(16))
+    attempts: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    kv_block_seconds: Mapped[Decimal] = mapped_column(Numeric)
+    device_seconds: Mapped[Decimal] = mapped_column(Numeric)
 
 
 class RefusedUsage(Base):

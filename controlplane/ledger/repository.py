@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import Select, func, select, text, tuple_
+from sqlalchemy import Select, select, text, tuple_
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.ledger.models import RefusedUsage, UsageEntry
-from controlplane.ledger.schemas import UsageDimension, UsageLine, UsageTotal
+from controlplane.ledger.schemas import RefusedRecord, SumDifference, UsageLine
+from controlplane.ledger.spans import start_of
 from controlplane.paging import Cursor
-from dataplane.protocol import UsageBasis, UsageRecord, encode
+from dataplane.protocol import UsageBasis, UsageRecord
 
 _TEXT = ("attempt_id", "request_id", "tenant", "project", "key_id", "pool", "model", "replica", "finish", "basis")
 _COUNTS = ("boot_epoch", "prompt_tokens", "cached_tokens", "output_tokens")
@@ -27,11 +28,36 @@ _ARRAYS = ", ".join(
     + [f"CAST(:{name} AS bigint[])" for name in _COUNTS]
     + [f"CAST(:{name} AS double precision[])" for name in (*_AMOUNTS, *_TIMES)]
 )
-_VALUES = ", ".join([*_TEXT, *_COUNTS, *_AMOUNTS, *(f"to_timestamp({name})" for name in _TIMES)])
+_VALUES = ", ".join([*_TEXT, *_COUNTS, *_AMOUNTS, *(f"to_timestamp({name}) AS {name}" for name in _TIMES)])
+_KEYS = "day, tenant, project, key_id, model, pool, basis"
+_SUMS = ("attempts", "prompt_tokens", "cached_tokens", "output_tokens", *_AMOUNTS)
+_DAY = "(finished_at AT TIME ZONE 'UTC')::date AS day"
+_SUMMED = (
+    "count(*) AS attempts, sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens, "
+    "sum(output_tokens) AS output_tokens, "
+    + ", ".join(f"sum(round({name}::numeric, 6)) AS {name}" for name in _AMOUNTS)
+)
+# One statement claims, stores and sums, so that no crash can come between. Claims and sums are taken in key order, and
+# sums after all claims: writers wait for each other, they do not deadlock.
 _INSERT = text(
-    f"INSERT INTO usage_ledger ({', '.join(_COLUMNS)}) "  # noqa: S608  # made of the constants above
-    f"SELECT {_VALUES} FROM unnest({_ARRAYS}) AS u({', '.join(_COLUMNS)}) "
-    "ON CONFLICT (attempt_id) DO NOTHING RETURNING attempt_id"
+    f"""
+WITH incoming AS MATERIALIZED (
+  SELECT {_VALUES} FROM unnest({_ARRAYS}) AS u({", ".join(_COLUMNS)})
+), claimed AS (
+  INSERT INTO usage_attempts (attempt_id) SELECT attempt_id FROM incoming
+  ON CONFLICT (attempt_id) DO NOTHING RETURNING attempt_id
+), stored AS (
+  INSERT INTO usage_ledger ({", ".join(_COLUMNS)})
+  SELECT {", ".join(_COLUMNS)} FROM incoming JOIN claimed USING (attempt_id)
+  RETURNING *
+), summed AS (
+  INSERT INTO usage_daily AS d ({_KEYS}, {", ".join(_SUMS)})
+  SELECT {_DAY}, {_KEYS.removeprefix("day, ")}, {_SUMMED} FROM stored
+  GROUP BY {_KEYS} ORDER BY {_KEYS}
+  ON CONFLICT ({_KEYS}) DO UPDATE SET {", ".join(f"{name} = d.{name} + excluded.{name}" for name in _SUMS)}
+)
+SELECT attempt_id FROM claimed
+"""  # noqa: S608  # made of the constants above
 )
 
 
@@ -43,59 +69,19 @@ async def insert_records(session: AsyncSession, records: Sequence[UsageRecord]) 
     return set(await session.scalars(_INSERT, columns))
 
 
-async def insert_refused(session: AsyncSession, refused: Sequence[tuple[UsageRecord, str]]) -> None:
-    """Keep records that cannot be billed, each once."""
+async def insert_refused(session: AsyncSession, refused: Sequence[RefusedRecord]) -> None:
+    """Keep what cannot be billed, each once."""
     rows = {}
-    for record, reason in refused:
-        packed = encode(record)
-        digest = hashlib.sha256(packed).digest()
+    for one in refused:
+        digest = hashlib.sha256(one.packed).digest()
         rows[digest] = {
             "digest": digest,
-            "replica": record.replica.replace("\x00", "")[:200],
-            "reason": reason[:1000],
-            "record": packed,
+            "replica": one.sender.replace("\x00", "")[:200],
+            "reason": one.reason.replace("\x00", "")[:1000],
+            "record": one.packed,
         }
     statement = upsert(RefusedUsage).values([rows[digest] for digest in sorted(rows)])
     await session.execute(statement.on_conflict_do_nothing(index_elements=[RefusedUsage.digest]))
-
-
-_DIMENSIONS = {
-    UsageDimension.TENANT: UsageEntry.tenant,
-    UsageDimension.MODEL: UsageEntry.model,
-    UsageDimension.KEY: UsageEntry.key_id,
-}
-
-
-async def totals(
-    session: AsyncSession, *, by: UsageDimension, since: datetime, until: datetime, tenant: str | None
-) -> list[UsageTotal]:
-    """Sums of the attempts that finished in [since, until), largest number of tokens first."""
-    dimension = _DIMENSIONS[by]
-    tokens = func.sum(UsageEntry.prompt_tokens + UsageEntry.output_tokens)
-    query = (
-        select(
-            dimension.label("key"),
-            func.count().label("attempts"),
-            *(func.sum(getattr(UsageEntry, name)).label(name) for name in (*_COUNTS[1:], *_AMOUNTS)),
-        )
-        .where(UsageEntry.finished_at >= since, UsageEntry.finished_at < until)
-        .group_by(dimension)
-        .order_by(tokens.desc(), dimension)
-    )
-    if tenant is not None:
-        query = query.where(UsageEntry.tenant == tenant)
-    return [
-        UsageTotal(
-            key=row.key,
-            attempts=row.attempts,
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            output_tokens=int(row.output_tokens),
-            kv_block_seconds=row.kv_block_seconds,
-            device_seconds=row.device_seconds,
-        )
-        for row in await session.execute(query)
-    ]
 
 
 async def lines(
@@ -106,28 +92,66 @@ async def lines(
     tenant: str | None,
     after: Cursor | None,
     limit: int,
+    oldest_first: bool = False,
 ) -> list[UsageLine]:
-    """At most `limit` + 1 attempts that finished in [since, until), newest first, those older than `after`."""
+    """At most `limit` attempts that finished in [since, until), those beyond `after` in the order asked for.
+
+    `after`'s time is also said alone: the planner prunes partitions by it, not by the pair.
+    """
+    at, attempt = UsageEntry.finished_at, UsageEntry.attempt_id
     query: Select[*tuple[Any, ...]] = select(*(getattr(UsageEntry, name) for name in _COLUMNS))
     if since is not None:
-        query = query.where(UsageEntry.finished_at >= since)
+        query = query.where(at >= since)
     if until is not None:
-        query = query.where(UsageEntry.finished_at < until)
+        query = query.where(at < until)
     if tenant is not None:
         query = query.where(UsageEntry.tenant == tenant)
-    if after is not None:
-        query = query.where(tuple_(UsageEntry.finished_at, UsageEntry.attempt_id) < tuple_(after.at, after.id))
-    newest = query.order_by(UsageEntry.finished_at.desc(), UsageEntry.attempt_id.desc()).limit(limit + 1)
-    return [
-        UsageLine(**{**dict(row), "basis": UsageBasis(row["basis"])})
-        for row in (await session.execute(newest)).mappings()
-    ]
+    if after is not None and oldest_first:
+        query = query.where(at >= after.at, tuple_(at, attempt) > tuple_(after.at, after.id))
+    elif after is not None:
+        query = query.where(at <= after.at, tuple_(at, attempt) < tuple_(after.at, after.id))
+    order = (at, attempt) if oldest_first else (at.desc(), attempt.desc())
+    rows = (await session.execute(query.order_by(*order).limit(limit))).mappings()
+    return [UsageLine(**_with_uncached(dict(row))) for row in rows]
+
+
+def _with_uncached(row: dict[str, Any]) -> dict[str, Any]:
+    uncached = row["prompt_tokens"] - row["cached_tokens"]
+    return {**row, "basis": UsageBasis(row["basis"]), "uncached_tokens": uncached}
 
 
 async def estimated_rows(session: AsyncSession) -> int:
     """The ledger's size by the planner's statistics: cheap at any size, exact at none."""
-    query = text("SELECT greatest(reltuples, 0)::bigint FROM pg_class WHERE oid = 'usage_ledger'::regclass")
+    query = text(
+        "SELECT coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint FROM pg_inherits "
+        "JOIN pg_class AS c ON c.oid = inhrelid WHERE inhparent = 'usage_ledger'::regclass"
+    )
     return int(await session.scalar(query) or 0)
+
+
+_DIFFERENCES = text(
+    f"""
+WITH ledger AS (
+  SELECT {_DAY}, {_KEYS.removeprefix("day, ")}, {_SUMMED} FROM usage_ledger
+  WHERE finished_at >= :since AND finished_at < :until GROUP BY {_KEYS}
+), daily AS (
+  SELECT * FROM usage_daily WHERE day >= :first AND day < :end
+)
+SELECT day, tenant, project, key_id, model, pool, basis,
+  coalesce(l.attempts, 0) AS ledger_attempts, coalesce(d.attempts, 0) AS daily_attempts,
+  coalesce(l.prompt_tokens + l.output_tokens, 0)::bigint AS ledger_tokens,
+  coalesce(d.prompt_tokens + d.output_tokens, 0) AS daily_tokens
+FROM ledger AS l FULL JOIN daily AS d USING ({_KEYS})
+WHERE ({", ".join(f"l.{name}" for name in _SUMS)}) IS DISTINCT FROM ({", ".join(f"d.{name}" for name in _SUMS)})
+ORDER BY {_KEYS} LIMIT :most
+"""  # noqa: S608  # made of the constants above
+)
+
+
+async def differences(session: AsyncSession, first: date, end: date, most: int) -> list[SumDifference]:
+    """At most `most` sums of the days [first, end) that are not those of the ledger's rows."""
+    values = {"first": first, "end": end, "since": start_of(first), "until": start_of(end), "most": most}
+    return [SumDifference(**row) for row in (await session.execute(_DIFFERENCES, values)).mappings()]
 
 
 # Materialised, because a plain sub-query with a LIMIT may be run again per row, and lock ever more.
@@ -145,4 +169,21 @@ DELETE FROM usage_refused AS u USING old WHERE u.digest = old.digest RETURNING u
 async def delete_refused(session: AsyncSession, older_than_s: float, most: int) -> int:
     """Delete at most `most` refused records older than `older_than_s`; returns how many went."""
     gone = await session.scalars(_DELETE_REFUSED, {"age_s": older_than_s, "most": most})
+    return len(gone.all())
+
+
+_DELETE_CLAIMS = text(
+    """
+WITH old AS MATERIALIZED (
+  SELECT attempt_id FROM usage_attempts WHERE claimed_at < now() - make_interval(secs => :age_s)
+  ORDER BY attempt_id LIMIT :most FOR UPDATE SKIP LOCKED
+)
+DELETE FROM usage_attempts AS a USING old WHERE a.attempt_id = old.attempt_id RETURNING a.attempt_id
+"""
+)
+
+
+async def delete_claims(session: AsyncSession, older_than_s: float, most: int) -> int:
+    """Delete at most `most` claims older than `older_than_s`; returns how many went."""
+    gone = await session.scalars(_DELETE_CLAIMS, {"age_s": older_than_s, "most": most})
     return len(gone.all())

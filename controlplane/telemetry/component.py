@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from controlplane.component import Component, Resources
 from controlplane.fleet.live import LoadPublisher
+from controlplane.ledger.consumer import StreamConsumer
 from controlplane.telemetry.background import running
 from controlplane.telemetry.controllers import api, take_gateway_report, take_report
 from controlplane.telemetry.ingest import Ingestor
 from controlplane.telemetry.labels import KnownLabels
-from controlplane.telemetry.metrics import IntakeMetrics
+from controlplane.telemetry.metrics import IntakeMetrics, Refusal
 from controlplane.telemetry.scrape import DatabaseGauges, LabelLearner
+from controlplane.telemetry.windows import GATEWAY
 
 
 def component(resources: Resources) -> Component:
@@ -19,8 +21,17 @@ def component(resources: Resources) -> Component:
     publisher = LoadPublisher(resources.redis)
     ingestor = Ingestor(resources.engine, publisher, metrics)
     learner = LabelLearner(resources, labels)
+    consumer = StreamConsumer(
+        resources.engine,
+        resources.redis,
+        on_stored=metrics.count_usage,
+        on_refused=lambda number: ingestor.refused(GATEWAY, Refusal.USAGE, number),
+    )
+    work = running(
+        publish_loads=publisher.run, ingest=ingestor.run, consume_usage=consumer.run, learn_labels=learner.run
+    )
     return Component(
         routes=[take_report, take_gateway_report, api],
-        lifespans=[running(publish_loads=publisher.run, ingest=ingestor.run, learn_labels=learner.run)],
+        lifespans=[work],
         state={"ingestor": ingestor, "database_gauges": DatabaseGauges(resources, metrics, publisher)},
     )

@@ -16,7 +16,13 @@ from controlplane.fleet import service as fleet
 from controlplane.fleet.live import LiveLoad
 from controlplane.ledger import service as ledger
 from controlplane.telemetry import repository
-from controlplane.telemetry.validation import RefusedError, check_gateway_report, check_report, check_usage
+from controlplane.telemetry.validation import (
+    RefusedError,
+    check_gateway_report,
+    check_report,
+    check_usage,
+    check_usage_time,
+)
 from controlplane.telemetry.windows import WindowRow, aligned, engine_rows, gateway_rows, newest
 from controlplane.tenants import service as tenants
 from dataplane.protocol import WINDOW_SECONDS, Command, GatewayReport, Report, ReportAck, UsageRecord
@@ -98,6 +104,7 @@ async def _replicas(
         for record in report.usage:
             try:
                 check_usage(record, report.replica)
+                check_usage_time(record, now)
             except RefusedError as error:
                 part.set_aside.append((record, str(error)))
                 part.reasons.append(f"usage {record.attempt_id[:40]!r}: {error}")

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from controlplane.ledger.retention import DAY_S, MOST_AHEAD_S, OLDEST_RECORD_S
 from dataplane.protocol import (
     SCHEMA_VERSION,
     WINDOW_SECONDS,
@@ -115,6 +116,16 @@ def check_usage(record: UsageRecord, replica: str) -> None:
         raise RefusedError("usage record has more cached than prompt tokens")
     if not 0 < record.started_at <= record.finished_at <= _LAST_SECOND:
         raise RefusedError("usage record ends before it starts")
+
+
+def check_usage_time(record: UsageRecord, now: float) -> None:
+    """Refuse a usage record from beyond the time within which it can be told from one stored before. Raises
+    RefusedError.
+    """
+    if record.finished_at < now - OLDEST_RECORD_S:
+        raise RefusedError(f"usage record finished more than {OLDEST_RECORD_S // DAY_S} days ago")
+    if record.finished_at > now + MOST_AHEAD_S:
+        raise RefusedError("usage record finished in the future")
 
 
 def check_start(start: int, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -21,6 +21,7 @@ from controlplane.settings import Secret
 DEFAULT_URL = "http://127.0.0.1:7300"
 TIMEOUT_S = 15.0
 _LARGEST_ANSWER = 16 * 1024 * 1024
+_PIECE = 64 * 1024
 
 
 class AdminApiError(Exception):
@@ -76,16 +77,27 @@ class AdminClient:
             if after is None:
                 return
 
+    def download(self, path: str, write: Callable[[bytes], object]) -> None:
+        """Hand the body of `/api/v1` + `path` to `write`, piece by piece. One that ends early is an error."""
+        connection = self._connection()
+        try:
+            connection.request("GET", f"{self._parts.path.rstrip('/')}/api/v1{path}", headers=self._headers({}))
+            response = connection.getresponse()
+            if response.status != 200:
+                raw = response.read(_LARGEST_ANSWER)
+                raise AdminApiError(_sentence_of(raw, response.status), usage=response.status in {400, 422})
+            while piece := response.read1(_PIECE):
+                write(piece)
+        except (OSError, ssl.SSLError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from None
+        finally:
+            connection.close()
+
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
-        assert self._parts.hostname is not None
-        connection = (
-            http.client.HTTPSConnection(self._parts.hostname, self._parts.port, timeout=TIMEOUT_S)
-            if self._parts.scheme == "https"
-            else http.client.HTTPConnection(self._parts.hostname, self._parts.port, timeout=TIMEOUT_S)
-        )
-        sent = {"authorization": f"Bearer {self._token.reveal()}", "accept": "application/json", **headers}
+        connection = self._connection()
+        sent = self._headers(headers)
         encoded = None
         if body is not None:
             encoded = msgspec.json.encode(body)
@@ -95,12 +107,21 @@ class AdminClient:
             response = connection.getresponse()
             return response.status, response.read(_LARGEST_ANSWER)
         except (OSError, ssl.SSLError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise AdminApiError(
-                f"cannot reach the control plane at {self._url}: {reason}; is `tidegate up` running?"
-            ) from None
+            raise self._unreachable(error) from None
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        assert self._parts.hostname is not None
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname, self._parts.port, timeout=TIMEOUT_S)
+
+    def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._token.reveal()}", "accept": "application/json", **more}
+
+    def _unreachable(self, error: Exception) -> AdminApiError:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return AdminApiError(f"cannot reach the control plane at {self._url}: {reason}; is `tidegate up` running?")
 
 
 def connect(home: Path, environment: Mapping[str, str] | None = None) -> AdminClient:
@@ -133,6 +154,13 @@ def _read(file: Path) -> _AdminFile:
         raise AdminApiError(f"cannot read {file}: {error.strerror}", usage=True) from None
     except msgspec.DecodeError:
         raise AdminApiError(f"{file} is damaged: it is not the JSON that `tidegate up` writes", usage=True) from None
+
+
+def _sentence_of(raw: bytes, status: int) -> str:
+    try:
+        return _sentence(msgspec.json.decode(raw), status)
+    except msgspec.DecodeError:
+        return _sentence(None, status)
 
 
 def _sentence(answer: Any, status: int) -> str:

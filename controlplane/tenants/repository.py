@@ -136,3 +136,8 @@ _OWNED = (
 
 async def policy_epoch(session: AsyncSession) -> int:
     return (await session.scalars(select(PolicyState.epoch))).one()
+
+
+async def key_ids_of(session: AsyncSession, identity: str) -> list[str]:
+    rows = await session.scalars(select(ApiKey.key_id).where(ApiKey.identity == identity).order_by(ApiKey.key_id))
+    return list(rows)

@@ -266,3 +266,13 @@ def _no_tenant(slug: str) -> NotFoundError:
 
 def _no_key(key_id: str) -> NotFoundError:
     return NotFoundError(f"there is no API key {key_id[:11]}", code="key_not_found", param="key_id")
+
+
+async def time_zone_of(session: AsyncSession, slug: str) -> str:
+    """The IANA name of the zone in which a tenant's days and months are reckoned. Raises NotFoundError."""
+    return (await _tenant(session, slug)).time_zone
+
+
+async def key_ids_of(session: AsyncSession, identity: str) -> list[str]:
+    """The ids of all keys of one chain of rotations, the first one's being `identity`."""
+    return await repository.key_ids_of(session, identity)

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, pool, text
 from sqlalchemy.exc import OperationalError
 
 from controlplane.db import POLICY_CHANNEL, Base, driver_url
-from controlplane.migrate import alembic_config, current, head, load_models, upgrade
+from controlplane.migrate import alembic_config, current, head, load_models, managed, upgrade
 from controlplane.settings import Secret
 from tests.services import Databases
 
@@ -31,7 +31,13 @@ def test_the_models_of_all_domains_match_the_migrated_database(database_url: str
     engine = create_engine(driver_url(database_url, "psycopg"), poolclass=pool.NullPool)
     with engine.connect() as connection:
         context = MigrationContext.configure(
-            connection, opts={"compare_type": True, "compare_server_default": True, "target_metadata": Base.metadata}
+            connection,
+            opts={
+                "compare_type": True,
+                "compare_server_default": True,
+                "target_metadata": Base.metadata,
+                "include_name": managed,
+            },
         )
         assert compare_metadata(context, Base.metadata) == []
     engine.dispose()

@@ -11,7 +11,7 @@ import aiohttp
 import openai
 
 from controlplane.settings import Settings
-from dataplane.protocol import HEADER_KEY, HEADER_TENANT
+from dataplane.protocol import HEADER_KEY, HEADER_PROJECT, HEADER_TENANT
 from tests.controlplane.gateway import replicas
 from tests.controlplane.gateway.deployment import Accounts
 from tests.controlplane.gateway.harness import STREAM
@@ -43,6 +43,7 @@ async def test_the_openai_client_works_and_sigterm_ends_a_stream_with_an_error_e
                 assert text == "Héllo 🦀"
             seen = replica.seen[-1].headers
             assert (seen[HEADER_TENANT], seen[HEADER_KEY]) == ("acme", key.split("_")[1])
+            assert seen[HEADER_PROJECT] == "default"
             replica.behave = replicas.stream_forever
             body, headers = json.dumps(STREAM), {"authorization": f"Bearer {key}"}
             async with (

@@ -1,0 +1,284 @@
+"""The spool: what was acknowledged is there after any crash, in order, and nothing is handed out torn."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.ledger import spool as module
+from controlplane.ledger.spool import (
+    BEGINNING,
+    MAX_RECORD,
+    READ_BYTES,
+    Position,
+    Spool,
+    SpoolBusyError,
+    SpoolError,
+    SpoolFullError,
+)
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+async def everything(spool: Spool, cursor: Position = BEGINNING, most: int = 100) -> tuple[list[bytes], Position]:
+    """All payloads from `cursor` on, and where they end."""
+    found: list[bytes] = []
+    while True:
+        batch = await spool.read(cursor, most)
+        found += [entry.payload for entry in batch.entries]
+        if batch.cursor == cursor:
+            return found, cursor
+        cursor = batch.cursor
+
+
+def payloads(rng: random.Random, number: int, largest: int = 300) -> list[bytes]:
+    return [n.to_bytes(4, "big") + rng.randbytes(rng.randint(0, largest)) for n in range(number)]
+
+
+async def test_many_appends_share_few_fsyncs_and_come_back_in_order(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    real = os.fdatasync
+    monkeypatch.setattr(module.os, "fdatasync", lambda file: (synced.append(file), real(file)))
+    spool = Spool(tmp_path, segment_bytes=20_000)
+    written = payloads(rng, 500)
+    await asyncio.gather(*(spool.append(one) for one in written))
+    assert 1 <= len(synced) < 25
+    assert len(list(tmp_path.glob("usage-*.spool"))) > 1
+    for most in (1, 7, 1000):
+        assert (await everything(spool, most=most))[0] == written
+    await spool.close()
+    again = Spool(tmp_path)
+    assert (await everything(again))[0] == written
+    await again.close()
+
+
+async def test_an_acknowledgement_comes_after_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real = os.fdatasync
+    monkeypatch.setattr(module.os, "fdatasync", lambda file: (real(file), events.append("durable")))
+    spool = Spool(tmp_path)
+    await spool.append(b"one")
+    events.append("acknowledged")
+    assert events == ["durable", "acknowledged"]
+    await spool.close()
+
+
+async def test_cut_off_at_any_byte_every_whole_record_before_is_read_and_writing_goes_on(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    spool = Spool(tmp_path / "whole")
+    written = payloads(rng, 6, largest=40)
+    ends = []
+    for one in written:
+        await spool.append(one)
+        ends.append(spool.held_bytes)
+    await spool.close()
+    (segment,) = (tmp_path / "whole").glob("usage-*.spool")
+    data = segment.read_bytes()
+    assert len(data) == ends[-1]
+    for cut in range(len(data) + 1):
+        folder = tmp_path / f"cut-{cut}"
+        folder.mkdir()
+        (folder / segment.name).write_bytes(data[:cut])
+        torn = Spool(folder)
+        whole = written[: sum(end <= cut for end in ends)]
+        found, cursor = await everything(torn)
+        assert found == whole, cut
+        await torn.append(b"new")
+        assert (await everything(torn, cursor))[0] == [b"new"]
+        assert (await everything(torn))[0] == [*whole, b"new"], cut
+        await torn.close()
+
+
+async def test_a_damaged_stretch_costs_the_records_it_hits_and_no_other(tmp_path: Path, rng: random.Random) -> None:
+    spool = Spool(tmp_path)
+    written = payloads(rng, 40)
+    for one in written:
+        await spool.append(one)
+    await spool.close()
+    (segment,) = tmp_path.glob("usage-*.spool")
+    for _ in range(60):
+        data = bytearray(segment.read_bytes())
+        at = rng.randrange(len(data))
+        data[at] ^= 1 << rng.randrange(8)
+        folder = tmp_path / f"damaged-{rng.random()}"
+        folder.mkdir()
+        (folder / segment.name).write_bytes(data)
+        damaged = Spool(folder)
+        found = (await everything(damaged, most=5))[0]
+        assert len(found) == 39 and set(found) < set(written)
+        assert damaged.skipped_bytes > 0
+        await damaged.close()
+
+
+async def test_a_long_stretch_that_is_no_record_does_not_stop_the_reader(tmp_path: Path, rng: random.Random) -> None:
+    spool = Spool(tmp_path)
+    await spool.append(b"before")
+    await spool.close()
+    (segment,) = tmp_path.glob("usage-*.spool")
+    with segment.open("ab") as file:
+        file.write(rng.randbytes(2 * READ_BYTES) + module._frame(b"after"))
+    again = Spool(tmp_path)
+    assert (await everything(again))[0] == [b"before", b"after"]
+    await again.close()
+
+
+async def test_space_comes_back_when_everything_before_is_stored(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, segment_bytes=4096)
+    for n in range(100):
+        await spool.append(n.to_bytes(2, "big") * 200)
+    batch = await spool.read(BEGINNING, 50)
+    files = len(list(tmp_path.glob("usage-*.spool")))
+    spool.trim(batch.cursor)
+    assert 0 < len(list(tmp_path.glob("usage-*.spool"))) < files
+    rest, cursor = await everything(spool, batch.cursor)
+    assert len(rest) == 50
+    spool.trim(cursor)
+    assert list(tmp_path.glob("usage-*.spool")) == [] and spool.held_bytes == 0
+    await spool.append(b"next")
+    assert (await everything(spool, cursor))[0] == [b"next"]
+    await spool.close()
+    again = Spool(tmp_path)
+    assert (await everything(again))[0] == [b"next"], "what is not known to be stored comes again"
+    await again.close((await everything(again))[1])
+    assert list(tmp_path.glob("usage-*.spool")) == []
+
+
+async def test_a_full_spool_refuses_and_drops_nothing(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, max_bytes=10_000, segment_bytes=2_000)
+    kept = 0
+    assert spool.accepting
+    with pytest.raises(SpoolFullError):
+        while True:
+            await spool.append(bytes(90))
+            kept += 1
+            if spool.held_bytes > 9_000:
+                assert not spool.accepting, "new work is refused before what runs cannot be written down"
+    assert kept == 100
+    results = await asyncio.gather(*(spool.append(b"x") for _ in range(5)), return_exceptions=True)
+    assert all(isinstance(one, SpoolFullError) for one in results)
+    found, cursor = await everything(spool)
+    assert len(found) == 100
+    spool.trim(cursor)
+    await spool.append(b"room again")
+    with pytest.raises(SpoolError, match="at most"):
+        await spool.append(bytes(MAX_RECORD + 1))
+    await spool.close()
+
+
+async def test_a_disk_that_refuses_is_said_to_the_caller_and_not_built_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path)
+    await spool.append(b"good")
+    real_write, real_sync = os.write, os.fdatasync
+
+    def half(file: int, data: bytes) -> int:
+        if len(data) < 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(file, data[:5])
+
+    monkeypatch.setattr(module.os, "write", half)
+    with pytest.raises(SpoolError, match="No space left"):
+        await spool.append(b"lost for lack of room, after some of it was written" + b"!" * 3)
+    monkeypatch.setattr(module.os, "write", real_write)
+
+    def failing(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(module.os, "fdatasync", failing)
+    with pytest.raises(SpoolError, match="Input/output"):
+        await spool.append(b"lost to a failed fsync")
+    monkeypatch.setattr(module.os, "fdatasync", real_sync)
+    await spool.append(b"good again")
+    assert (await everything(spool))[0] == [b"good", b"good again"]
+    await spool.close()
+    again = Spool(tmp_path)
+    assert (await everything(again))[0] == [b"good", b"good again"]
+    await again.close()
+
+
+async def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    with pytest.raises(SpoolBusyError):
+        Spool(tmp_path)
+    await spool.close()
+    await Spool(tmp_path).close()
+
+
+async def test_a_reader_waits_for_more_and_is_woken(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    waiting = asyncio.create_task(spool.beyond(BEGINNING))
+    await asyncio.wait({waiting}, timeout=0.05)
+    assert not waiting.done()
+    await spool.append(b"one")
+    await asyncio.wait_for(waiting, 10)
+    _, cursor = await everything(spool)
+    waiting = asyncio.create_task(spool.beyond(cursor))
+    await asyncio.wait({waiting}, timeout=0.05)
+    assert not waiting.done()
+    await spool.append(b"two")
+    await asyncio.wait_for(waiting, 10)
+    await spool.close()
+
+
+async def test_who_gives_up_waiting_disturbs_nobody(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    impatient = [asyncio.create_task(spool.append(b"impatient")) for _ in range(20)]
+    patient = asyncio.create_task(spool.append(b"patient"))
+    await asyncio.sleep(0)
+    for task in impatient[::2]:
+        task.cancel()
+    await asyncio.gather(*impatient, patient, return_exceptions=True)
+    assert (await everything(spool))[0].count(b"patient") == 1
+    await spool.close()
+
+
+WRITER = """
+import asyncio, itertools, sys
+from pathlib import Path
+from controlplane.ledger.spool import Spool
+
+async def one(spool, name):
+    await spool.append(name.encode() * 20)
+    print(name, flush=True)
+
+async def main():
+    spool = Spool(Path(sys.argv[1]), segment_bytes=8192)
+    for n in itertools.count():
+        await asyncio.gather(*(one(spool, f"{sys.argv[2]}-{n}-{k};") for k in range(7)))
+
+asyncio.run(main())
+"""
+
+
+async def test_f15_kill_9_at_random_moments_loses_nothing_that_was_acknowledged(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    folder = tmp_path / "spool"
+    acknowledged: list[bytes] = []
+    for life in range(6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(folder), str(life)],
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        acknowledged += [process.stdout.readline().strip() for _ in range(rng.randint(1, 300))]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [line for line in process.communicate()[0].split(b"\n")[:-1] if line]
+    spool = Spool(folder)
+    found = [payload[: payload.index(b";") + 1] for payload in (await everything(spool))[0]]
+    assert set(acknowledged) <= set(found)
+    assert len(found) == len(set(found))
+    await spool.close()
