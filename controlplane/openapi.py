@@ -52,6 +52,8 @@ def config() -> OpenAPIConfig:
         servers=[Server(url="/", description="this control plane")],
         tags=[
             Tag(name="tenants", description="Whom the gateway serves."),
+            Tag(name="projects", description="What groups a tenant's keys."),
+            Tag(name="principals", description="People and service accounts, who own keys."),
             Tag(name="keys", description="API keys of tenants; shown once, stored hashed."),
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),
