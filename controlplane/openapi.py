@@ -52,6 +52,8 @@ def config() -> OpenAPIConfig:
         servers=[Server(url="/", description="this control plane")],
         tags=[
             Tag(name="tenants", description="Whom the gateway serves."),
+            Tag(name="projects", description="What groups a tenant's keys."),
+            Tag(name="principals", description="People and service accounts, who own keys."),
             Tag(name="keys", description="API keys of tenants; shown once, stored hashed."),
             Tag(name="quotas", description="Limits of tenants, temporary raises, and requests for more."),
             Tag(name="prices", description="What use of a pool costs, with its history."),

@@ -13,7 +13,18 @@ from litestar.static_files import create_static_files_router
 
 from controlplane.accounts.browser import LoginRequiredError, on_login_required
 from controlplane.component import Component, Resources
-from controlplane.console.controllers import overview, prices, quotas, replicas, session, slos, tenants
+from controlplane.console.controllers import (
+    keys,
+    overview,
+    prices,
+    principals,
+    projects,
+    quotas,
+    replicas,
+    session,
+    slos,
+    tenants,
+)
 from controlplane.console.live import Broadcaster, running
 from controlplane.console.pages import Console
 from controlplane.console.templates import STATIC, Templates
@@ -31,11 +42,21 @@ PAGES = [
     session.logout,
     tenants.tenants,
     tenants.create_tenant,
-    tenants.tenant_page,
     tenants.activate,
     tenants.deactivate,
-    tenants.create_key,
-    tenants.revoke_key,
+    keys.tenant_page,
+    keys.create_key,
+    keys.rotate_key,
+    keys.revoke_key,
+    projects.project_page,
+    projects.create_project,
+    projects.activate_project,
+    projects.deactivate_project,
+    principals.principal_page,
+    principals.create_principal,
+    principals.change_role,
+    principals.activate_principal,
+    principals.deactivate_principal,
     *quotas.PAGES,
     *prices.PAGES,
     *slos.PAGES,

@@ -86,7 +86,8 @@ class KeyDirectory:
         """The grant of the key in an Authorization header.
 
         Raises AuthenticationError (401) for a missing, malformed, unknown, revoked or expired key,
-        PermissionDeniedError (403) for a tenant that is not active, CapacityError (503) when nobody can tell.
+        PermissionDeniedError (403) for a tenant, project or owner that is not active, CapacityError (503) when nobody
+        can tell.
         """
         parsed = _read_header(authorization)
         entry = self._known.get(parsed.key_id) or self._unknown.get(parsed.key_id)
@@ -156,6 +157,10 @@ class KeyDirectory:
             raise AuthenticationError("The API key has expired.", code="api_key_expired")
         if not grant.tenant_active:
             raise PermissionDeniedError("The tenant of this API key is not active.", code="tenant_inactive")
+        if not grant.project_active:
+            raise PermissionDeniedError("The project of this API key is not active.", code="project_inactive")
+        if not grant.principal_active:
+            raise PermissionDeniedError("The owner of this API key is not active.", code="principal_inactive")
         return grant
 
     async def _read_again(self, key_id: str, entry: _Entry | None) -> _Entry:

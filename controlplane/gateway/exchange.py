@@ -26,7 +26,7 @@ from controlplane.gateway.relay import Relay
 from controlplane.gateway.upstream import Cause, UpstreamFailure
 from controlplane.routing.candidates import Candidate, RoutingSnapshot
 from controlplane.routing.router import decide
-from controlplane.tenants.schemas import KeyGrant
+from controlplane.tenants.schemas import KeyGrant, Scope
 from dataplane.protocol import (
     HEADER_ATTEMPT,
     HEADER_KEY,
@@ -67,6 +67,7 @@ class Exchange:
         """Answer the request; raises only when the server cancels its own task."""
         record, gateway = self.record, self._gateway
         try:
+            self._require(Scope.INFERENCE)
             with gateway.slot():
                 body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
                 record.accepted += waited
@@ -96,6 +97,10 @@ class Exchange:
             await respond_error(send, error, self.record.request_id)
         elif self.record.stream:
             await self._relay.interrupt(UpstreamFailure(Cause.ERROR), error)
+
+    def _require(self, scope: Scope) -> None:
+        if scope not in self._grant.scopes:
+            raise PermissionDeniedError(f"This API key lacks the scope {scope.value!r}.", code="scope_missing")
 
     def _allow(self, model: str) -> None:
         """Whether the key may use `model`, and whether there is one.

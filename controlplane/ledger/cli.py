@@ -16,7 +16,7 @@ import click
 
 from controlplane.ledger.schemas import ExportFormat, UsageDimension
 from controlplane.tenants.admin_client import AdminApiError, AdminClient, segment
-from controlplane.tenants.cli import _print_json, _print_table, _talks
+from controlplane.tenants.terminal import print_json, print_table, talks
 
 _MOMENT = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
 _MICRO = 1_000_000
@@ -39,33 +39,33 @@ def usage() -> None:
 @click.option(
     "--by", type=click.Choice([*map(str, UsageDimension)]), default=str(UsageDimension.TENANT), show_default=True
 )
-@_talks
+@talks
 def totals(
     client: AdminClient, *, as_json: bool, since: datetime, until: datetime, tenant: str | None, by: str
 ) -> None:
     """Sum the attempts that finished in a span."""
     rows = client.call("GET", f"/usage/totals?{_query(since, until, tenant, by=by)}")
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
-    _print_table((by, *_USED), [(row["key"] or "none", *_used(row)) for row in rows], empty="no usage in this span")
+    print_table((by, *_USED), [(row["key"] or "none", *_used(row)) for row in rows], empty="no usage in this span")
 
 
 @usage.command("statement")
 @click.argument("tenant")
 @click.argument("month")
-@_talks
+@talks
 def statement(client: AdminClient, *, as_json: bool, tenant: str, month: str) -> None:
     """Show TENANT's usage and cost in MONTH (2026-11), a calendar month of the tenant's time zone."""
     found = client.call("GET", f"/tenants/{segment(tenant)}/statements/{segment(month)}")
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     keys = ("project", "key_id", "model", "pool")
     lines = [(*(row[key] or "none" for key in keys), *_used(row), _money(row)) for row in found["lines"]]
     if lines:
         lines.append(("total", "", "", "", *_used(found["total"]), _money(found["total"])))
-    _print_table(("project", "key", "model", "pool", *_USED, "cost"), lines, empty="no usage in this month")
+    print_table(("project", "key", "model", "pool", *_USED, "cost"), lines, empty="no usage in this month")
     if unpriced := found["total"]["unpriced_attempts"]:
         click.echo(f"{unpriced} attempts have no price: none was in force when they finished", err=True)
 
@@ -82,7 +82,7 @@ def statement(client: AdminClient, *, as_json: bool, tenant: str, month: str) ->
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path, dir_okay=False), default=None, help="File; standard output else."
 )
-@_talks
+@talks
 def export(
     client: AdminClient,
     *,

@@ -1,20 +1,29 @@
-"""Admin API of tenants and keys. Layer: service. Parses and answers; the service decides."""
+"""Admin API of tenants, projects, principals and keys. Layer: service. Parses and answers; the services decide."""
 
 from __future__ import annotations
 
 from typing import Annotated
+from uuid import UUID
 
+import msgspec
 from litestar import Controller, Router, delete, get, patch, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, HeaderParameter, JSONBody, QueryParameter
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.paging import LARGEST, Page
-from controlplane.tenants import service
+from controlplane.tenants import principals, projects, service
 from controlplane.tenants.schemas import (
     CreatedKeyAnswer,
     KeyRequest,
     KeyView,
+    PrincipalPatch,
+    PrincipalRequest,
+    PrincipalView,
+    ProjectPatch,
+    ProjectRequest,
+    ProjectView,
+    RotationRequest,
     TenantPatch,
     TenantRequest,
     TenantView,
@@ -50,14 +59,7 @@ class TenantController(Controller):
         data: JSONBody[TenantRequest],
         idempotency_key: IdempotencyKey = None,
     ) -> TenantView:
-        return await service.create_tenant(
-            session,
-            slug=data.slug,
-            name=data.name,
-            allowed_models=data.allowed_models,
-            priority=data.priority,
-            idempotency_key=idempotency_key,
-        )
+        return await service.create_tenant(session, **msgspec.structs.asdict(data), idempotency_key=idempotency_key)
 
     @get("/{slug:str}", operation_id="getTenant", summary="Show a tenant")
     async def get_tenant(self, session: NamedDependency[AsyncSession], slug: FromPath[str]) -> TenantView:
@@ -88,14 +90,104 @@ class TenantController(Controller):
         idempotency_key: IdempotencyKey = None,
     ) -> CreatedKeyAnswer:
         created = await service.create_key(
-            session,
-            tenant_slug=slug,
-            name=data.name,
-            allowed_models=data.allowed_models,
-            expires_at=data.expires_at,
-            idempotency_key=idempotency_key,
+            session, tenant_slug=slug, **msgspec.structs.asdict(data), idempotency_key=idempotency_key
         )
         return CreatedKeyAnswer(key=created.plain.reveal(), view=created.view)
+
+
+class ProjectController(Controller):
+    """Projects of a tenant."""
+
+    path = "/tenants/{slug:str}/projects"
+    tags = ["projects"]  # noqa: RUF012 - the framework's own attribute
+
+    @get(operation_id="listProjects", summary="List a tenant's projects, oldest first")
+    async def list_projects(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        after: FromQuery[str | None] = None,
+        limit: Limit = 50,
+    ) -> Page[ProjectView]:
+        return await projects.list_projects(session, slug, after=after, limit=limit)
+
+    @post(operation_id="createProject", summary="Create a project")
+    async def create_project(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        data: JSONBody[ProjectRequest],
+        idempotency_key: IdempotencyKey = None,
+    ) -> ProjectView:
+        return await projects.create_project(
+            session, slug, **msgspec.structs.asdict(data), idempotency_key=idempotency_key
+        )
+
+    @get("/{project:str}", operation_id="getProject", summary="Show a project")
+    async def get_project(
+        self, session: NamedDependency[AsyncSession], slug: FromPath[str], project: FromPath[str]
+    ) -> ProjectView:
+        return await projects.get_project(session, slug, project)
+
+    @patch("/{project:str}", operation_id="changeProject", summary="Change a project; what is left out stays")
+    async def change_project(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        project: FromPath[str],
+        data: JSONBody[ProjectPatch],
+    ) -> ProjectView:
+        return await projects.change_project(session, slug, project, data)
+
+
+class PrincipalController(Controller):
+    """Principals of a tenant: people and service accounts."""
+
+    path = "/tenants/{slug:str}/principals"
+    tags = ["principals"]  # noqa: RUF012 - the framework's own attribute
+
+    @get(operation_id="listPrincipals", summary="List a tenant's principals, oldest first")
+    async def list_principals(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        name: FromQuery[str | None] = None,
+        after: FromQuery[str | None] = None,
+        limit: Limit = 50,
+    ) -> Page[PrincipalView]:
+        return await principals.list_principals(session, slug, name=name, after=after, limit=limit)
+
+    @post(operation_id="createPrincipal", summary="Create a person or a service account")
+    async def create_principal(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        data: JSONBody[PrincipalRequest],
+        idempotency_key: IdempotencyKey = None,
+    ) -> PrincipalView:
+        return await principals.create_principal(
+            session, slug, **msgspec.structs.asdict(data), idempotency_key=idempotency_key
+        )
+
+    @get("/{principal_id:uuid}", operation_id="getPrincipal", summary="Show a principal")
+    async def get_principal(
+        self, session: NamedDependency[AsyncSession], slug: FromPath[str], principal_id: FromPath[UUID]
+    ) -> PrincipalView:
+        return await principals.get_principal(session, slug, principal_id)
+
+    @patch(
+        "/{principal_id:uuid}",
+        operation_id="changePrincipal",
+        summary="Change a principal; what is left out stays",
+    )
+    async def change_principal(
+        self,
+        session: NamedDependency[AsyncSession],
+        slug: FromPath[str],
+        principal_id: FromPath[UUID],
+        data: JSONBody[PrincipalPatch],
+    ) -> PrincipalView:
+        return await principals.change_principal(session, slug, principal_id, data)
 
 
 class KeyController(Controller):
@@ -108,6 +200,21 @@ class KeyController(Controller):
     async def get_key(self, session: NamedDependency[AsyncSession], key_id: FromPath[str]) -> KeyView:
         return await service.get_key(session, key_id)
 
+    @post(
+        "/{key_id:str}/rotate",
+        operation_id="rotateKey",
+        summary="Replace a key by a new one of the same identity; both are valid for a grace period",
+    )
+    async def rotate_key(
+        self,
+        session: NamedDependency[AsyncSession],
+        key_id: FromPath[str],
+        data: JSONBody[RotationRequest],
+        idempotency_key: IdempotencyKey = None,
+    ) -> CreatedKeyAnswer:
+        created = await service.rotate_key(session, key_id, grace_s=data.grace_s, idempotency_key=idempotency_key)
+        return CreatedKeyAnswer(key=created.plain.reveal(), view=created.view)
+
     @delete(
         "/{key_id:str}",
         operation_id="revokeKey",
@@ -118,4 +225,8 @@ class KeyController(Controller):
         return await service.revoke_key(session, key_id)
 
 
-router = Router("/api/v1", route_handlers=[TenantController, KeyController], request_max_body_size=BODY_LIMIT)
+router = Router(
+    "/api/v1",
+    route_handlers=[TenantController, ProjectController, PrincipalController, KeyController],
+    request_max_body_size=BODY_LIMIT,
+)

@@ -1,4 +1,4 @@
-"""Queries over tenants and keys.
+"""Queries over tenants, their projects, principals and keys.
 
 Layer: service. Only queries: no rules, no commit. Lists are read by keyset, one row more than asked for.
 """
@@ -6,7 +6,7 @@ Layer: service. Only queries: no rules, no commit. Lists are read by keyset, one
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from sqlalchemy import func, select, tuple_, update
@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.paging import Cursor
-from controlplane.tenants.models import ApiKey, PolicyState, Project, Tenant
+from controlplane.tenants.models import ApiKey, PolicyState, Principal, Project, Tenant
 
 
 async def add_tenant(session: AsyncSession, **values: Any) -> Tenant | None:
@@ -32,6 +32,87 @@ async def add_project(session: AsyncSession, **values: Any) -> Project | None:
 async def project_by_slug(session: AsyncSession, tenant_id: UUID, slug: str) -> Project | None:
     found = await session.scalars(select(Project).where(Project.tenant_id == tenant_id, Project.slug == slug))
     return found.one_or_none()
+
+
+async def project_by_idempotency_key(session: AsyncSession, tenant_id: UUID, key: str) -> Project | None:
+    found = await session.scalars(select(Project).where(Project.tenant_id == tenant_id, Project.idempotency_key == key))
+    return found.one_or_none()
+
+
+async def projects(session: AsyncSession, tenant_id: UUID, *, after: Cursor | None, limit: int) -> list[Project]:
+    query = (
+        select(Project)
+        .where(Project.tenant_id == tenant_id)
+        .order_by(Project.created_at, Project.id)
+        .limit(limit + 1)
+        .execution_options(populate_existing=True)
+    )
+    if after is not None:
+        query = query.where(tuple_(Project.created_at, Project.id) > tuple_(after.at, UUID(after.id)))
+    return list(await session.scalars(query))
+
+
+async def change_project(session: AsyncSession, tenant_id: UUID, slug: str, changes: dict[str, Any]) -> Project | None:
+    """The changed project, None when the tenant has none of that name."""
+    changed = await session.scalars(
+        update(Project)
+        .where(Project.tenant_id == tenant_id, Project.slug == slug)
+        .values(**changes)
+        .returning(Project)
+        .execution_options(populate_existing=True)
+    )
+    return changed.one_or_none()
+
+
+async def add_principal(session: AsyncSession, **values: Any) -> Principal | None:
+    """None when the name or the idempotency key is taken in this tenant."""
+    added = await session.scalars(insert(Principal).values(**values).on_conflict_do_nothing().returning(Principal))
+    return added.one_or_none()
+
+
+async def principal_by_id(session: AsyncSession, tenant_id: UUID, principal_id: UUID) -> Principal | None:
+    found = await session.scalars(
+        select(Principal).where(Principal.tenant_id == tenant_id, Principal.id == principal_id)
+    )
+    return found.one_or_none()
+
+
+async def principal_by_idempotency_key(session: AsyncSession, tenant_id: UUID, key: str) -> Principal | None:
+    found = await session.scalars(
+        select(Principal).where(Principal.tenant_id == tenant_id, Principal.idempotency_key == key)
+    )
+    return found.one_or_none()
+
+
+async def principals(
+    session: AsyncSession, tenant_id: UUID, *, name: str | None, after: Cursor | None, limit: int
+) -> list[Principal]:
+    query = (
+        select(Principal)
+        .where(Principal.tenant_id == tenant_id)
+        .order_by(Principal.created_at, Principal.id)
+        .limit(limit + 1)
+        .execution_options(populate_existing=True)
+    )
+    if name is not None:
+        query = query.where(Principal.name == name)
+    if after is not None:
+        query = query.where(tuple_(Principal.created_at, Principal.id) > tuple_(after.at, UUID(after.id)))
+    return list(await session.scalars(query))
+
+
+async def change_principal(
+    session: AsyncSession, tenant_id: UUID, principal_id: UUID, changes: dict[str, Any]
+) -> Principal | None:
+    """The changed principal, None when the tenant has none of that id."""
+    changed = await session.scalars(
+        update(Principal)
+        .where(Principal.tenant_id == tenant_id, Principal.id == principal_id)
+        .values(**changes)
+        .returning(Principal)
+        .execution_options(populate_existing=True)
+    )
+    return changed.one_or_none()
 
 
 async def tenant_by_slug(session: AsyncSession, slug: str) -> Tenant | None:
@@ -75,44 +156,41 @@ async def key_by_idempotency_key(session: AsyncSession, tenant_id: UUID, key: st
     return found.one_or_none()
 
 
-async def keys(session: AsyncSession, tenant_id: UUID, *, after: Cursor | None, limit: int) -> list[ApiKey]:
-    query = (
-        select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(ApiKey.created_at, ApiKey.key_id).limit(limit + 1)
-    )
+async def keys(session: AsyncSession, tenant_id: UUID, *, after: Cursor | None, limit: int) -> list[OwnedKey]:
+    query = _OWNED.where(ApiKey.tenant_id == tenant_id).order_by(ApiKey.created_at, ApiKey.key_id).limit(limit + 1)
     if after is not None:
         query = query.where(tuple_(ApiKey.created_at, ApiKey.key_id) > tuple_(after.at, after.id))
-    return list(await session.scalars(query))
+    return [OwnedKey(*row) for row in await session.execute(query)]
 
 
-async def revoke_key(session: AsyncSession, key_id: str) -> tuple[ApiKey, str] | None:
-    """The key, revoked now or before, and its tenant's slug; a second call writes nothing."""
+async def revoke_key(session: AsyncSession, key_id: str) -> OwnedKey | None:
+    """The key, revoked now or before; a second call writes nothing."""
     await session.execute(
         update(ApiKey).where(ApiKey.key_id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=func.now())
     )
-    return await key_with_slug(session, key_id)
+    return await owned_key(session, key_id)
 
 
-async def key_with_slug(session: AsyncSession, key_id: str) -> tuple[ApiKey, str] | None:
-    found = await session.execute(
-        select(ApiKey, Tenant.slug)
-        .join(Tenant, Tenant.id == ApiKey.tenant_id)
+async def replace_key(session: AsyncSession, key_id: str, *, by: str, expires_at: datetime) -> None:
+    """Say which key follows, and shorten the life of this one to `expires_at`."""
+    await session.execute(
+        update(ApiKey)
         .where(ApiKey.key_id == key_id)
-        .execution_options(populate_existing=True)
+        .values(rotated_to=by, expires_at=func.least(ApiKey.expires_at, expires_at))
     )
-    row = found.one_or_none()
-    return None if row is None else (row[0], row[1])
 
 
-async def key_with_owners(session: AsyncSession, key_id: str) -> tuple[ApiKey, Project, Tenant] | None:
-    found = await session.execute(_OWNED.where(ApiKey.key_id == key_id))
-    row = found.one_or_none()
-    return None if row is None else (row[0], row[1], row[2])
+async def owned_key(session: AsyncSession, key_id: str, *, locked: bool = False) -> OwnedKey | None:
+    """The key with its owners; `locked` until the transaction ends, so that nobody else changes it meanwhile."""
+    query = _OWNED.where(ApiKey.key_id == key_id)
+    if locked:
+        query = query.with_for_update(of=ApiKey)
+    row = (await session.execute(query)).one_or_none()
+    return None if row is None else OwnedKey(*row)
 
 
-async def keys_with_owners(
-    session: AsyncSession, *, after_id: str, limit: int, now: datetime
-) -> list[tuple[ApiKey, Project, Tenant]]:
-    """Keys that may still be used, by id."""
+async def usable_keys(session: AsyncSession, *, after_id: str, limit: int, now: datetime) -> list[OwnedKey]:
+    """Keys that may be used now, by id."""
     found = await session.execute(
         _OWNED.where(
             ApiKey.key_id > after_id,
@@ -120,17 +198,29 @@ async def keys_with_owners(
             ApiKey.expires_at.is_(None) | (ApiKey.expires_at > now),
             Tenant.active,
             Project.active,
+            Principal.active.is_not(False),
         )
         .order_by(ApiKey.key_id)
         .limit(limit)
     )
-    return [(row[0], row[1], row[2]) for row in found]
+    return [OwnedKey(*row) for row in found]
+
+
+class OwnedKey(NamedTuple):
+    """A key with all it belongs to; `principal` is None when nobody owns it."""
+
+    key: ApiKey
+    project: Project
+    tenant: Tenant
+    principal: Principal | None
 
 
 _OWNED = (
-    select(ApiKey, Project, Tenant)
+    select(ApiKey, Project, Tenant, Principal)
     .join(Project, Project.id == ApiKey.project_id)
     .join(Tenant, Tenant.id == ApiKey.tenant_id)
+    .outerjoin(Principal, Principal.id == ApiKey.principal_id)
+    .execution_options(populate_existing=True)
 )
 
 

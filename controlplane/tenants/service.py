@@ -1,28 +1,50 @@
-"""Tenants and their API keys: creating, changing, revoking, and what a gateway needs of them.
+"""Tenants and their API keys: creating, changing, rotating, revoking, and what a gateway needs of them.
 
 Layer: service. Every function takes the caller's session and never commits. A trigger announces each change to
-the gateways, so nothing here has to. The plain key leaves this module once, inside `CreatedKey`.
+the gateways, so nothing here has to. The plain key leaves this module once, inside `CreatedKey`. Projects and
+principals have modules of their own beside this one.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
-from controlplane.paging import LARGEST, Cursor, Page, decode, page
+from controlplane.errors import ConflictError
+from controlplane.paging import Cursor, Page, decode, page
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants import repository
-from controlplane.tenants.models import ApiKey, Project, Tenant
-from controlplane.tenants.schemas import CreatedKey, KeyGrant, KeyView, TenantPatch, TenantView
-from controlplane.tenants.validation import check_key, check_tenant
-
-DEFAULT_PROJECT = "default"
+from controlplane.tenants.lookup import (
+    check_limit,
+    no_key,
+    no_tenant,
+    principal_of,
+    project_of,
+    tenant_of,
+    uuid_cursor,
+)
+from controlplane.tenants.models import ApiKey, Principal
+from controlplane.tenants.schemas import (
+    DEFAULT_GRACE_S,
+    DEFAULT_PROJECT,
+    DEFAULT_SCOPES,
+    ROLE_SCOPES,
+    CreatedKey,
+    KeyGrant,
+    KeyView,
+    PrincipalRole,
+    Scope,
+    TenantPatch,
+    TenantView,
+)
+from controlplane.tenants.validation import check_fields, check_grace, check_key, check_role_covers
+from controlplane.tenants.views import key_grant, key_view, tenant_view
 
 
 async def create_tenant(
@@ -32,6 +54,10 @@ async def create_tenant(
     name: str,
     allowed_models: list[str] | None = None,
     priority: int = 0,
+    time_zone: str = "UTC",
+    weight: float = 1.0,
+    floor_tokens_per_s: float = 0.0,
+    metadata: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
 ) -> TenantView:
     """A new tenant with its own cache salt and a project named "default". Repeated with the same idempotency key, the
@@ -39,15 +65,19 @@ async def create_tenant(
 
     Raises InvalidRequestError, or ConflictError when the slug is taken.
     """
-    check_tenant(slug=slug, name=name, allowed_models=allowed_models, priority=priority)
+    fields: dict[str, Any] = {
+        "slug": slug,
+        "name": name,
+        "allowed_models": allowed_models,
+        "priority": priority,
+        "time_zone": time_zone,
+        "weight": weight,
+        "floor_tokens_per_s": floor_tokens_per_s,
+        "metadata": dict(metadata or {}),
+    }
+    check_fields(**fields)
     added = await repository.add_tenant(
-        session,
-        slug=slug,
-        name=name,
-        allowed_models=allowed_models,
-        priority=priority,
-        cache_salt=secrets.token_hex(16),
-        idempotency_key=idempotency_key,
+        session, **columns(fields), cache_salt=secrets.token_hex(16), idempotency_key=idempotency_key
     )
     if added is not None:
         await repository.add_project(session, tenant_id=added.id, slug=DEFAULT_PROJECT, name="Default")
@@ -64,25 +94,25 @@ async def create_tenant(
 
 async def list_tenants(session: AsyncSession, *, after: str | None = None, limit: int = 50) -> Page[TenantView]:
     """Tenants, oldest first. One query."""
-    limit = _limit(limit)
-    rows = await repository.tenants(session, after=_tenant_cursor(after), limit=limit)
+    limit = check_limit(limit)
+    rows = await repository.tenants(session, after=uuid_cursor(after), limit=limit)
     return page(rows, limit, tenant_view, lambda row: Cursor(row.created_at, str(row.id)))
 
 
 async def get_tenant(session: AsyncSession, slug: str) -> TenantView:
     """Raises NotFoundError."""
-    return tenant_view(await _tenant(session, slug))
+    return tenant_view(await tenant_of(session, slug))
 
 
 async def change_tenant(session: AsyncSession, slug: str, patch: TenantPatch) -> TenantView:
     """Change what `patch` sets. Raises InvalidRequestError or NotFoundError."""
-    changes = {name: value for name in patch.__struct_fields__ if (value := getattr(patch, name)) is not UNSET}
+    changes = changes_of(patch)
     if not changes:
         return await get_tenant(session, slug)
-    check_tenant(**changes)
-    changed = await repository.change_tenant(session, slug, changes)
+    check_fields(**changes)
+    changed = await repository.change_tenant(session, slug, columns(changes))
     if changed is None:
-        raise _no_tenant(slug)
+        raise no_tenant(slug)
     return tenant_view(changed)
 
 
@@ -96,77 +126,124 @@ async def create_key(
     *,
     tenant_slug: str,
     name: str,
+    project: str = DEFAULT_PROJECT,
+    principal_id: UUID | None = None,
+    scopes: Sequence[Scope] | None = None,
     allowed_models: list[str] | None = None,
     expires_at: datetime | None = None,
+    metadata: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
 ) -> CreatedKey:
-    """A new key. A repeat with the same idempotency key makes no second one: it is refused, naming the first,
-    because a secret cannot be shown again. Raises InvalidRequestError, NotFoundError or ConflictError.
+    """A new key of a project, owned by a principal if one is named. A repeat with the same idempotency key makes no
+    second one: it is refused, naming the first, because a secret cannot be shown again.
+
+    `scopes` None are inference and quota:read as far as the principal's role goes. Raises InvalidRequestError,
+    NotFoundError or ConflictError.
     """
-    check_key(name=name, allowed_models=allowed_models, expires_at=expires_at, now=datetime.now(UTC))
-    tenant = await _tenant(session, tenant_slug)
-    project = await _project(session, tenant, DEFAULT_PROJECT)
+    metadata = dict(metadata or {})
+    now = datetime.now(UTC)
+    check_key(
+        name=name, allowed_models=allowed_models, expires_at=expires_at, scopes=scopes, metadata=metadata, now=now
+    )
+    tenant = await tenant_of(session, tenant_slug)
+    home = await project_of(session, tenant, project)
+    if not home.active:
+        raise ConflictError(f"the project {home.slug} is not active", code="project_inactive", param="project")
+    owner = None if principal_id is None else await principal_of(session, tenant, principal_id)
+    if owner is not None and not owner.active:
+        raise ConflictError(f"{owner.name} is not active", code="principal_inactive", param="principal_id")
     minted = api_keys.mint()
-    added = await repository.add_key(
+    added = await _add_key(
         session,
-        key_id=minted.key_id,
+        minted,
         tenant_id=tenant.id,
-        project_id=project.id,
+        project_id=home.id,
+        principal_id=principal_id,
         identity=minted.key_id,
         name=name,
-        secret_hash=minted.secret_hash,
-        last4=minted.last4,
+        scopes=_scopes_for(owner, scopes),
         allowed_models=allowed_models,
         expires_at=expires_at,
+        notes=metadata,
         idempotency_key=idempotency_key,
     )
-    if added is None:
-        assert idempotency_key is not None
-        before = await repository.key_by_idempotency_key(session, tenant.id, idempotency_key)
-        known = before.key_id if before else "unknown"
-        raise ConflictError(
-            f"this request already made the key {known}; its secret was shown then: revoke it if it is lost",
-            code="idempotency_repeated",
-        )
-    return CreatedKey(plain=minted.plain, view=key_view(added, tenant.slug))
+    return CreatedKey(plain=minted.plain, view=key_view(added, home, owner, tenant.slug))
+
+
+async def rotate_key(
+    session: AsyncSession, key_id: str, *, grace_s: int = DEFAULT_GRACE_S, idempotency_key: str | None = None
+) -> CreatedKey:
+    """A new key with everything of the old one but its secret. The old one stays valid for `grace_s`, or until its own
+    expiry if that is sooner. What is counted for the key goes on: both have one identity (F10).
+
+    A repeat with the same idempotency key is refused as by `create_key`. Raises InvalidRequestError, NotFoundError, or
+    ConflictError for a key that is revoked, expired or rotated already.
+    """
+    check_grace(grace_s)
+    found = await repository.owned_key(session, key_id, locked=True)
+    if found is None:
+        raise no_key(key_id)
+    old, now = found.key, datetime.now(UTC)
+    if idempotency_key and (made := await repository.key_by_idempotency_key(session, old.tenant_id, idempotency_key)):
+        raise _repeated(made)
+    _check_rotatable(old, now)
+    minted = api_keys.mint()
+    added = await _add_key(
+        session,
+        minted,
+        tenant_id=old.tenant_id,
+        project_id=old.project_id,
+        principal_id=old.principal_id,
+        identity=old.identity,
+        name=old.name,
+        scopes=old.scopes,
+        allowed_models=old.allowed_models,
+        expires_at=old.expires_at,
+        notes=old.notes,
+        idempotency_key=idempotency_key,
+    )
+    await repository.replace_key(session, key_id, by=minted.key_id, expires_at=now + timedelta(seconds=grace_s))
+    return CreatedKey(plain=minted.plain, view=key_view(added, found.project, found.principal, found.tenant.slug))
 
 
 async def list_keys(
     session: AsyncSession, tenant_slug: str, *, after: str | None = None, limit: int = 50
 ) -> Page[KeyView]:
     """A tenant's keys, oldest first, revoked ones too. Two queries. Raises NotFoundError."""
-    limit = _limit(limit)
-    tenant = await _tenant(session, tenant_slug)
+    limit = check_limit(limit)
+    tenant = await tenant_of(session, tenant_slug)
     rows = await repository.keys(session, tenant.id, after=decode(after), limit=limit)
-    return page(rows, limit, lambda row: key_view(row, tenant.slug), lambda row: Cursor(row.created_at, row.key_id))
+    return page(rows, limit, _view, lambda row: Cursor(row.key.created_at, row.key.key_id))
 
 
 async def get_key(session: AsyncSession, key_id: str) -> KeyView:
     """Raises NotFoundError."""
-    found = await repository.key_with_slug(session, key_id)
+    found = await repository.owned_key(session, key_id)
     if found is None:
-        raise _no_key(key_id)
-    return key_view(*found)
+        raise no_key(key_id)
+    return _view(found)
 
 
 async def revoke_key(session: AsyncSession, key_id: str) -> KeyView:
-    """Refused everywhere within 2 s; revoking again changes nothing. Raises NotFoundError."""
+    """Refused everywhere within 2 s; revoking again changes nothing. The other keys of its rotations stay as they are.
+    Raises NotFoundError.
+    """
     found = await repository.revoke_key(session, key_id)
     if found is None:
-        raise _no_key(key_id)
-    return key_view(*found)
+        raise no_key(key_id)
+    return _view(found)
 
 
 async def load_key(session: AsyncSession, key_id: str) -> KeyGrant | None:
     """What a gateway needs to judge one key; None when there is no such key. One query."""
-    found = await repository.key_with_owners(session, key_id)
-    return None if found is None else _grant(*found)
+    found = await repository.owned_key(session, key_id)
+    return None if found is None else key_grant(*found)
 
 
 async def load_keys(session: AsyncSession, *, after_id: str = "", limit: int = 1000) -> list[KeyGrant]:
     """Usable keys in id order, for a gateway's snapshot: call again with the last id. One query."""
-    rows = await repository.keys_with_owners(session, after_id=after_id, limit=limit, now=datetime.now(UTC))
-    return [_grant(*row) for row in rows]
+    rows = await repository.usable_keys(session, after_id=after_id, limit=limit, now=datetime.now(UTC))
+    return [key_grant(*row) for row in rows]
 
 
 async def policy_epoch(session: AsyncSession) -> int:
@@ -174,103 +251,63 @@ async def policy_epoch(session: AsyncSession) -> int:
     return await repository.policy_epoch(session)
 
 
-def tenant_view(tenant: Tenant) -> TenantView:
-    """A row as operators see it."""
-    return TenantView(
-        id=tenant.id,
-        slug=tenant.slug,
-        name=tenant.name,
-        allowed_models=tenant.allowed_models,
-        active=tenant.active,
-        priority=tenant.priority,
-        created_at=tenant.created_at,
+def changes_of(patch: Struct) -> dict[str, Any]:
+    """The fields that `patch` sets."""
+    return {name: value for name in patch.__struct_fields__ if (value := getattr(patch, name)) is not UNSET}
+
+
+def columns(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by the names of their rows' attributes: `metadata` is the framework's own there."""
+    return {"notes" if name == "metadata" else name: value for name, value in fields.items()}
+
+
+async def _add_key(session: AsyncSession, minted: api_keys.MintedKey, **values: Any) -> ApiKey:
+    """The new row. Raises ConflictError when its idempotency key made one before."""
+    added = await repository.add_key(
+        session, key_id=minted.key_id, secret_hash=minted.secret_hash, last4=minted.last4, **values
     )
-
-
-def key_view(key: ApiKey, slug: str) -> KeyView:
-    """A row as operators see it."""
-    return KeyView(
-        key_id=key.key_id,
-        tenant=slug,
-        name=key.name,
-        hint=f"{api_keys.PREFIX}_{key.key_id}_…{key.last4}",
-        allowed_models=key.allowed_models,
-        created_at=key.created_at,
-        expires_at=key.expires_at,
-        revoked_at=key.revoked_at,
-    )
-
-
-def _grant(key: ApiKey, project: Project, tenant: Tenant) -> KeyGrant:
-    return KeyGrant(
-        key_id=key.key_id,
-        secret_hash=key.secret_hash,
-        tenant_id=str(tenant.id),
-        tenant=tenant.slug,
-        cache_salt=tenant.cache_salt,
-        allowed_models=_narrower(_narrower(tenant.allowed_models, project.allowed_models), key.allowed_models),
-        revoked=key.revoked_at is not None,
-        tenant_active=tenant.active and project.active,
-        expires_at=key.expires_at.timestamp() if key.expires_at else None,
-        priority=tenant.priority,
-        project_id=str(project.id),
-        project=project.slug,
-        identity=key.identity,
-        scopes=tuple(key.scopes),
-    )
-
-
-def _narrower(above: Sequence[str] | None, below: Sequence[str] | None) -> tuple[str, ...] | None:
-    """A project never opens more than its tenant has, nor a key more than its project."""
-    if above is None or below is None:
-        both = below if above is None else above
-        return None if both is None else tuple(both)
-    return tuple(model for model in below if model in set(above))
-
-
-async def _tenant(session: AsyncSession, slug: str) -> Tenant:
-    tenant = await repository.tenant_by_slug(session, slug)
-    if tenant is None:
-        raise _no_tenant(slug)
-    return tenant
-
-
-async def _project(session: AsyncSession, tenant: Tenant, slug: str) -> Project:
-    project = await repository.project_by_slug(session, tenant.id, slug)
-    if project is None:
-        raise NotFoundError(
-            f"the tenant {tenant.slug} has no project {slug[:40]}", code="project_not_found", param="project"
+    if added is None:
+        raise _repeated(
+            await repository.key_by_idempotency_key(session, values["tenant_id"], values["idempotency_key"])
         )
-    return project
+    return added
 
 
-def _tenant_cursor(after: str | None) -> Cursor | None:
-    cursor = decode(after)
-    if cursor is not None:
-        try:
-            UUID(cursor.id)
-        except ValueError:
-            raise InvalidRequestError("the cursor is not one of this list", param="after") from None
-    return cursor
+def _scopes_for(owner: Principal | None, scopes: Sequence[Scope] | None) -> list[str]:
+    """Those asked for, once each; the default ones as far as the owner's role goes. Raises InvalidRequestError."""
+    role = PrincipalRole(owner.role) if owner else PrincipalRole.ADMIN
+    if scopes is None:
+        return [scope.value for scope in DEFAULT_SCOPES if scope in ROLE_SCOPES[role]]
+    check_role_covers(role, scopes)
+    return [scope.value for scope in Scope if scope in scopes]
 
 
-def _limit(limit: int) -> int:
-    if not 1 <= limit <= LARGEST:
-        raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
-    return limit
+def _check_rotatable(key: ApiKey, now: datetime) -> None:
+    if key.revoked_at is not None:
+        raise ConflictError(f"the key {key.key_id} was revoked; create a new one", code="key_revoked")
+    if key.rotated_to is not None:
+        raise ConflictError(
+            f"the key {key.key_id} was rotated to {key.rotated_to} already; rotate that one", code="key_rotated"
+        )
+    if key.expires_at is not None and key.expires_at <= now:
+        raise ConflictError(f"the key {key.key_id} has expired; create a new one", code="key_expired")
 
 
-def _no_tenant(slug: str) -> NotFoundError:
-    return NotFoundError(f"there is no tenant {slug[:40]}", code="tenant_not_found", param="slug")
+def _repeated(made: ApiKey | None) -> ConflictError:
+    return ConflictError(
+        f"this request already made the key {made.key_id if made else 'unknown'}; its secret was shown then: "
+        "revoke it if it is lost",
+        code="idempotency_repeated",
+    )
 
 
-def _no_key(key_id: str) -> NotFoundError:
-    return NotFoundError(f"there is no API key {key_id[:11]}", code="key_not_found", param="key_id")
+def _view(owned: repository.OwnedKey) -> KeyView:
+    return key_view(owned.key, owned.project, owned.principal, owned.tenant.slug)
 
 
 async def time_zone_of(session: AsyncSession, slug: str) -> str:
     """The IANA name of the zone in which a tenant's days and months are reckoned. Raises NotFoundError."""
-    return (await _tenant(session, slug)).time_zone
+    return (await tenant_of(session, slug)).time_zone
 
 
 async def key_ids_of(session: AsyncSession, identity: str) -> list[str]:

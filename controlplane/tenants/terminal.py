@@ -124,12 +124,17 @@ def show(
     if as_json:
         print_json(rows[0] if single else rows)
         return
-    if not rows:
+    print_table(tuple(columns), [[cell(row) for cell in columns.values()] for row in rows], empty=empty)
+
+
+def print_table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, empty: str) -> None:
+    """Print `lines` under `columns`, or `empty` when there are none."""
+    if not lines:
         click.echo(empty, err=True)
         return
     table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(escape(cell(row)) for cell in columns.values()))
+    for line in lines:
+        table.add_row(*map(escape, line))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

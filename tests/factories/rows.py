@@ -14,8 +14,9 @@ from controlplane.accounts import service as accounts
 from controlplane.accounts.passwords import Passwords
 from controlplane.accounts.schemas import Role
 from controlplane.settings import Secret
+from controlplane.tenants import principals
 from controlplane.tenants import service as tenants
-from controlplane.tenants.schemas import CreatedKey, TenantView
+from controlplane.tenants.schemas import CreatedKey, PrincipalKind, PrincipalRole, PrincipalView, TenantView
 
 PASSWORD = "correct horse battery staple"
 
@@ -36,6 +37,19 @@ async def make_tenant(session: AsyncSession, slug: str | None = None, **values: 
 async def make_key(session: AsyncSession, tenant: str, **values: object) -> CreatedKey:
     """A key of `tenant`."""
     return await tenants.create_key(session, tenant_slug=tenant, name=f"key {next(_numbers)}", **values)  # type: ignore[arg-type]
+
+
+async def make_principal(
+    session: AsyncSession, tenant: str, name: str | None = None, role: PrincipalRole = PrincipalRole.MEMBER
+) -> PrincipalView:
+    """A service account of `tenant`."""
+    return await principals.create_principal(
+        session,
+        tenant,
+        kind=PrincipalKind.SERVICE_ACCOUNT,
+        name=name or f"principal {next(_numbers)}",
+        role=role,
+    )
 
 
 async def make_user(session: AsyncSession, role: Role = Role.OPERATOR, email: str | None = None) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import UTC, datetime
 
 import pytest
 import pytest_asyncio
@@ -18,19 +19,28 @@ from controlplane.db import transaction
 from controlplane.errors import NotFoundError
 from controlplane.fleet import service as fleet
 from controlplane.settings import Settings
+from controlplane.tenants import principals, projects
 from controlplane.tenants import service as tenants
-from controlplane.tenants.schemas import TenantPatch
+from controlplane.tenants.schemas import PrincipalRole, Scope, TenantPatch
 from dataplane.protocol import ReplicaState
 from tests.conftest import make_settings
 from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
 from tests.controlplane.telemetry.reports import report
-from tests.factories.rows import PASSWORD, make_key, make_tenant
+from tests.factories.rows import PASSWORD, make_key, make_principal, make_tenant
 from tests.services import Databases
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PAGES = ["/", "/?window=3600", "/replicas", "/tenants", "/tenants/acme"]
-FRAGMENTS = {"/": "overview", "/replicas": "replica-list", "/tenants": "tenant-list", "/tenants/acme": "keys"}
+TENANT_PAGES = ["/tenants/acme", "/tenants/acme/projects", "/tenants/acme/principals"]
+PAGES = ["/", "/?window=3600", "/replicas", "/tenants", *TENANT_PAGES]
+FRAGMENTS = {
+    "/": "overview",
+    "/replicas": "replica-list",
+    "/tenants": "tenant-list",
+    "/tenants/acme": "keys",
+    "/tenants/acme/projects": "project-list",
+    "/tenants/acme/principals": "principal-list",
+}
 HTMX = {"hx-request": "true"}
 
 
@@ -87,7 +97,7 @@ def counted_queries(engine: AsyncEngine) -> Iterator[list[str]]:
         event.remove(engine.sync_engine, "before_cursor_execute", note)
 
 
-async def post(deployed: Deployment, path: str, data: dict[str, str] | None = None, htmx: bool = False):  # type: ignore[no-untyped-def]
+async def post(deployed: Deployment, path: str, data: Mapping[str, object] | None = None, htmx: bool = False):  # type: ignore[no-untyped-def]
     page = await deployed.client.get("/tenants")
     found = re.search(r'name="_csrf_token"\s+value="([^"]+)"', page.text)
     assert found is not None
@@ -180,7 +190,8 @@ async def test_logging_out_ends_the_session_on_the_server(operator: Deployment) 
 @pytest.mark.parametrize(
     "path",
     ["/login", "/logout", "/tenants", "/tenants/acme/keys", "/tenants/acme/activate", "/tenants/acme/deactivate",
-     "/tenants/acme/keys/any/revoke"],
+     "/tenants/acme/keys/any/revoke", "/tenants/acme/keys/any/rotate", "/tenants/acme/projects",
+     "/tenants/acme/projects/default/deactivate", "/tenants/acme/principals"],
 )  # fmt: skip
 async def test_a_form_without_its_csrf_token_is_refused(operator: Deployment, path: str) -> None:
     answer = await operator.client.post(path, data={"slug": "evil", "name": "Evil"})
@@ -193,15 +204,30 @@ async def test_a_form_without_its_csrf_token_is_refused(operator: Deployment, pa
 
 
 async def test_a_viewer_sees_but_has_no_buttons_and_is_refused(viewer: Deployment) -> None:
-    listing, detail = await viewer.client.get("/tenants"), await viewer.client.get("/tenants/acme")
-    assert "acme" in listing.text
-    for absent in ("New tenant", "New key", "Revoke", "Deactivate", "dialog"):
-        assert absent not in listing.text.replace("js/dialog.js", "")
-        assert absent not in detail.text.replace("js/dialog.js", "")
+    async with transaction(viewer.app.state.resources.engine) as session:
+        await make_principal(session, "acme")
+        await make_key(session, "acme")
+    for path in ("/tenants", *TENANT_PAGES):
+        page = (await viewer.client.get(path)).text.replace("js/dialog.js", "")
+        assert "acme" in page
+        for absent in (
+            "New tenant",
+            "New key",
+            "New pe",
+            "New pro",
+            "Revoke",
+            "Rotate",
+            "Set role",
+            "activate",
+            "dialog",
+        ):
+            assert absent.lower() not in page.lower(), (path, absent)
     for path, data in (
         ("/tenants", {"slug": "evil", "name": "Evil"}),
         ("/tenants/acme/keys", {"name": "evil"}),
         ("/tenants/acme/deactivate", {}),
+        ("/tenants/acme/projects", {"slug": "evil", "name": "Evil"}),
+        ("/tenants/acme/principals", {"name": "evil"}),
     ):
         assert (await post(viewer, path, data)).status_code == 403
     assert (await post(viewer, "/logout")).status_code == 303
@@ -306,6 +332,101 @@ async def test_revoking_a_key_needs_the_tenant_it_belongs_to(operator: Deploymen
     assert "Revoked" in row.group()
     assert "<button" not in row.group()
     assert 'class="toast"' in right.text
+
+
+async def test_f10_rotating_shows_the_new_key_once_and_a_repeat_makes_no_second(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        await make_tenant(session, "turning")
+        key = (await make_key(session, "turning", scopes=[Scope.USAGE_READ])).view
+    path, form = f"/tenants/turning/keys/{key.key_id}/rotate", {"grace_s": "3600", "idempotency_key": "one-click"}
+    assert (await post(operator, f"/tenants/acme/keys/{key.key_id}/rotate", form)).status_code == 404
+    for wrong in ("", "soon", "-1", "9" * 9, "9" * 20):
+        assert (await post(operator, path, {**form, "grace_s": wrong})).status_code == 400
+    answer = await post(operator, path, form, htmx=True)
+    assert answer.status_code == 200
+    plain = re.search(r"tg_[0-9A-Za-z]{11}_[0-9A-Za-z]{49}", answer.text)
+    assert plain is not None
+    assert "The key it replaces stays valid until" in answer.text
+    assert "curl" not in answer.text  # it may not send requests
+    assert "Replaced" in answer.text.split('id="keys"')[1]
+    assert (await post(operator, path, form, htmx=True)).status_code == 409
+    page = await operator.client.get("/tenants/turning")
+    assert plain.group() not in page.text
+    assert page.text.count('<tr id="key-') == 2
+
+
+async def test_a_key_is_made_for_a_project_and_an_owner_within_their_role(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        await make_tenant(session, "orange")
+        owner = await make_principal(session, "orange", role=PrincipalRole.VIEWER)
+    assert (await post(operator, "/tenants/orange/projects", {"slug": "search", "name": "Search"})).status_code == 303
+    form = {"name": "k", "project": "search", "principal_id": str(owner.id), "expires_at": "2999-01-01"}
+    for wrong, said in (
+        ({"scopes": "inference"}, "A key of a viewer may not have inference."),
+        ({"scopes": "everything"}, "There is no scope &#39;everything&#39;."),
+        ({"project": "none"}, "The tenant orange has no project none."),
+        ({"principal_id": "me"}, "The owner is not one of the list."),
+        ({"expires_at": "tomorrow"}, "The day must be written as YYYY-MM-DD."),
+        ({"expires_at": "2001-01-01"}, "Expires_at lies in the past."),
+    ):
+        refused = await post(operator, "/tenants/orange/keys", {**form, **wrong}, htmx=True)
+        assert (refused.status_code, said in refused.text) == (422, True), (wrong, refused.text)
+        assert f'<option value="{owner.id}" selected>' in refused.text or "principal_id" in wrong
+    assert (
+        await post(operator, "/tenants/orange/keys", {**form, "scopes": ["quota:read", "usage:read"]})
+    ).status_code == 200
+    async with transaction(operator.app.state.resources.engine) as session:
+        (key,) = (await tenants.list_keys(session, "orange")).items
+    assert (key.project, key.principal_id, key.scopes) == ("search", owner.id, [Scope.QUOTA_READ, Scope.USAGE_READ])
+    assert key.expires_at == datetime(2999, 1, 1, tzinfo=UTC)
+
+
+async def test_projects_and_owners_are_made_and_changed_on_their_pages(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        await make_tenant(session, "lime")
+    project = {"slug": "search", "name": "Search", "idempotency_key": "once"}
+    owner = {"name": "Ada", "email": "ada@example.com", "role": "admin", "idempotency_key": "once"}
+    for path, form in (("/tenants/lime/projects", project), ("/tenants/lime/principals", owner)):
+        for _ in range(2):
+            made = await post(operator, path, form)
+            assert (made.status_code, made.headers["location"]) == (303, path)
+        taken = await post(operator, path, {**form, "idempotency_key": "other"}, htmx=True)
+        assert taken.status_code == 422
+        assert "already" in taken.text
+        assert 'aria-invalid="true"' in taken.text
+    assert (await post(operator, "/tenants/lime/principals", {"name": "Bob", "role": "king"})).status_code == 422
+    async with transaction(operator.app.state.resources.engine) as session:
+        (ada,) = (await principals.list_principals(session, "lime")).items
+    for action, form in (("role", {"role": "viewer"}), ("deactivate", {})):
+        done = await post(operator, f"/tenants/lime/principals/{ada.id}/{action}", form)
+        assert done.headers["location"] == "/tenants/lime/principals"
+        elsewhere = await post(operator, f"/tenants/acme/principals/{ada.id}/{action}", form)
+        assert elsewhere.status_code == 404
+    for action, status in (("deactivate", 303), ("activate", 303)):
+        assert (await post(operator, f"/tenants/lime/projects/search/{action}")).status_code == status
+    assert (await post(operator, "/tenants/lime/projects/default/deactivate")).status_code == 409
+    async with transaction(operator.app.state.resources.engine) as session:
+        (ada,) = (await principals.list_principals(session, "lime")).items
+        assert (ada.role, ada.active) == (PrincipalRole.VIEWER, False)
+        assert (await projects.get_project(session, "lime", "search")).active
+
+
+async def test_lists_of_projects_and_owners_are_paged_and_cost_few_queries(operator: Deployment) -> None:
+    engine = operator.app.state.resources.engine
+    async with transaction(engine) as session:
+        await make_tenant(session, "crowd")
+        for number in range(60):
+            await projects.create_project(session, "crowd", slug=f"p{number}", name="P")
+            await make_principal(session, "crowd")
+    for path, rows in (("/tenants/crowd/projects", 61), ("/tenants/crowd/principals", 60)):
+        with counted_queries(engine) as statements:
+            first = await operator.client.get(path)
+        assert len(statements) <= 5, statements
+        assert first.text.count('<th scope="row">') == 50
+        following = re.search(rf'href="({path}\?after=[^"]+)"', first.text)
+        assert following is not None
+        second = await operator.client.get(following.group(1), headers=HTMX)
+        assert second.text.count('<th scope="row">') == rows - 50
 
 
 async def test_deactivating_and_activating_a_tenant(operator: Deployment) -> None:

@@ -16,8 +16,10 @@ from controlplane.fleet.schemas import LOAD_CHANNEL, ReplicaLoad
 from controlplane.local.postgres import EmbeddedPostgres
 from controlplane.migrate import upgrade
 from controlplane.settings import Secret, Settings
+from controlplane.tenants import principals, projects
 from controlplane.tenants.keys import mint
-from controlplane.tenants.service import revoke_key, set_tenant_active
+from controlplane.tenants.schemas import PrincipalKind, PrincipalPatch, PrincipalRole, ProjectPatch
+from controlplane.tenants.service import create_key, revoke_key, rotate_key, set_tenant_active
 from dataplane.protocol import ReplicaState, encode
 from tests.controlplane.gateway import replicas
 from tests.controlplane.gateway.deployment import Accounts, Deployed, deployed_gateway, until
@@ -63,15 +65,63 @@ async def test_f16_a_revoked_key_is_refused_within_two_seconds(gateway: Deployed
     assert await gateway.status(key) == (401, "api_key_revoked")
 
 
-async def test_f16_an_inactive_tenant_is_refused_and_served_again(gateway: Deployed, accounts: Accounts) -> None:
-    key = await accounts.key("acme")
+@pytest.mark.parametrize("level", ["tenant", "project", "principal"])
+async def test_f16_what_was_made_inactive_is_refused_within_two_seconds_and_served_again(
+    gateway: Deployed, accounts: Accounts, level: str
+) -> None:
+    async with transaction(accounts.engine) as session:
+        await projects.create_project(session, "acme", slug="search", name="S")
+        owner = await principals.create_principal(
+            session, "acme", kind=PrincipalKind.SERVICE_ACCOUNT, name="bot", role=PrincipalRole.MEMBER
+        )
+        made = await create_key(session, tenant_slug="acme", name="theirs", project="search", principal_id=owner.id)
+    key, other = made.plain.reveal(), await accounts.key("acme")
     assert await gateway.status(key) == (200, "")
-    for active, expected in ((False, (403, "tenant_inactive")), (True, (200, ""))):
+    for active, expected in ((False, (403, f"{level}_inactive")), (True, (200, ""))):
         async with transaction(accounts.engine) as session:
-            await set_tenant_active(session, "acme", active)
+            if level == "tenant":
+                await set_tenant_active(session, "acme", active)
+            elif level == "project":
+                await projects.change_project(session, "acme", "search", ProjectPatch(active=active))
+            else:
+                await principals.change_principal(session, "acme", owner.id, PrincipalPatch(active=active))
         async with asyncio.timeout(2.0):
             while await gateway.status(key) != expected:
                 await asyncio.sleep(0.01)
+        assert await gateway.status(other) == (expected if level == "tenant" else (200, ""))
+
+
+async def test_f16_a_role_taken_away_takes_its_scopes_within_two_seconds(gateway: Deployed, accounts: Accounts) -> None:
+    async with transaction(accounts.engine) as session:
+        owner = await principals.create_principal(
+            session, "acme", kind=PrincipalKind.SERVICE_ACCOUNT, name="bot", role=PrincipalRole.MEMBER
+        )
+        made = await create_key(session, tenant_slug="acme", name="theirs", principal_id=owner.id)
+    key = made.plain.reveal()
+    assert await gateway.status(key) == (200, "")
+    for role, expected in ((PrincipalRole.VIEWER, (403, "scope_missing")), (PrincipalRole.ADMIN, (200, ""))):
+        async with transaction(accounts.engine) as session:
+            await principals.change_principal(session, "acme", owner.id, PrincipalPatch(role=role))
+        async with asyncio.timeout(2.0):
+            while await gateway.status(key) != expected:
+                await asyncio.sleep(0.01)
+
+
+async def test_f10_both_keys_of_a_rotation_are_served_in_grace_and_only_the_new_one_after(
+    gateway: Deployed, accounts: Accounts
+) -> None:
+    old = await accounts.key("acme")
+    assert await gateway.status(old) == (200, "")
+    async with transaction(accounts.engine) as session:
+        new = (await rotate_key(session, key_id(old), grace_s=2)).plain.reveal()
+    assert await gateway.status(new) == (200, "")
+    assert await gateway.status(old) == (200, "")
+    async with asyncio.timeout(4.0):
+        while await gateway.status(old) != (401, "api_key_expired"):
+            await asyncio.sleep(0.01)
+    assert await gateway.status(new) == (200, "")
+    identities = {grant.key_id: grant.identity for grant in gateway.gateway.keys.known()}
+    assert identities[key_id(new)] == identities[key_id(old)] == key_id(old)
 
 
 async def test_a_new_key_a_new_pool_and_a_new_replica_work_at_once(gateway: Deployed, accounts: Accounts) -> None:

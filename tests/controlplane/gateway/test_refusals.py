@@ -70,6 +70,8 @@ async def test_unknown_revoked_expired_and_inactive_keys(served: Running, replic
         (served.policy.key(revoked=True), 401, "api_key_revoked"),
         (served.policy.key(expires_at=time.time() - 1), 401, "api_key_expired"),
         (served.policy.key(tenant_active=False), 403, "tenant_inactive"),
+        (served.policy.key(project_active=False), 403, "project_inactive"),
+        (served.policy.key(principal_active=False), 403, "principal_inactive"),
     ]
     for key, status, code in cases:
         async with served.post(CHAT, key=key) as response:
@@ -84,6 +86,24 @@ async def test_unknown_revoked_expired_and_inactive_keys(served: Running, replic
     assert [line["status"] for line in lines] == [status for _, status, _ in cases] + [200]
     assert [line["error_code"] for line in lines] == [code for _, _, code in cases] + [None]
     assert served.total().accepted == 1
+
+
+async def test_a_key_without_the_scope_inference_is_refused_before_its_body_and_counts_for_its_tenant(
+    served: Running, replica: FakeReplica
+) -> None:
+    for scopes in ((), ("quota:read", "quota:request", "usage:read", "admin")):
+        key = served.policy.key(scopes=scopes)
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            async with served.post(b"not json", key=key, path=path) as response:
+                assert response.status == 403
+                assert "'inference'" in str(check_error(await response.json(), "scope_missing")["message"])
+        async with served.client.get(served.url + "/v1/models", headers={"authorization": f"Bearer {key}"}) as response:
+            assert response.status == 200
+    async with served.post(CHAT, key=served.policy.key(scopes=("inference",))) as response:
+        assert response.status == 200
+    assert len(replica.seen) == 1
+    lines = await served.lines()
+    assert [(line["tenant"], line["error_code"]) for line in lines[:4]] == [("acme", "scope_missing")] * 4
 
 
 async def test_a_key_with_a_list_of_models_gets_no_other_and_learns_nothing_of_others(served: Running) -> None:

@@ -1,4 +1,4 @@
-"""`tidegate tenant|key` against a real control-plane process."""
+"""`tidegate tenant|project|principal|key` against a real control-plane process."""
 
 from __future__ import annotations
 
@@ -99,6 +99,73 @@ def test_a_newcomer_creates_uses_up_and_takes_away(url: str, monkeypatch: pytest
     assert stranger.exit_code == 1
     assert "valid admin token" in stranger.stderr
     assert "not-a-token" not in stranger.output
+
+
+def test_projects_principals_and_rotation_from_the_terminal(url: str) -> None:
+    made = good("tenant", "create", "acme", "--time-zone", "Asia/Kathmandu", "--weight", "3", "--metadata", "team=a=b")
+    assert "Asia/Kathmandu" in made
+    assert "team=a=b" in made
+    changed = json.loads(good("tenant", "change", "acme", "--floor", "12.5", "--no-metadata", "--json"))
+    assert (changed["weight"], changed["floor_tokens_per_s"], changed["metadata"]) == (3.0, 12.5, {})
+    assert json.loads(good("tenant", "change", "acme", "--model", "m", "--json"))["allowed_models"] == ["m"]
+    assert json.loads(good("tenant", "change", "acme", "--any-model", "--json"))["allowed_models"] is None
+
+    assert "search" in good("project", "create", "acme", "search", "--metadata", "team=core")
+    assert "Find" in good("project", "change", "acme", "search", "--name", "Find")
+    assert [row["slug"] for row in json.loads(good("project", "list", "acme", "--json"))] == ["default", "search"]
+    assert "inactive" in good("project", "deactivate", "acme", "search")
+    assert json.loads(good("project", "activate", "acme", "search", "--json"))["active"] is True
+    assert "as the tenant" in good("project", "show", "acme", "search")
+
+    assert "service account" in good("principal", "create", "acme", "bot")
+    ada = json.loads(good("principal", "create", "acme", "Ada L", "--email", "ada@example.com", "--json"))
+    assert (ada["kind"], ada["role"]) == ("person", "member")
+    assert json.loads(good("principal", "change", "acme", "Ada L", "--role", "admin", "--json"))["role"] == "admin"
+    assert "inactive" in good("principal", "deactivate", "acme", ada["id"])
+    assert json.loads(good("principal", "activate", "acme", "Ada L", "--json")) == {**ada, "role": "admin", "scopes": [
+        "inference", "quota:read", "quota:request", "usage:read", "admin"]}  # fmt: skip
+    assert "Ada L" in good("principal", "list", "acme")
+
+    options = ("--project", "search", "--principal", "bot", "--scope", "inference", "--scope", "usage:read")
+    first = good("key", "create", "acme", *options, "--metadata", "for=tests").strip()
+    second = good("key", "rotate", first, "--grace", "12h", "--idempotency-key", "once").strip()
+    assert keys.parse(second).key_id != keys.parse(first).key_id
+    old, new = json.loads(good("key", "list", "acme", "--json"))
+    assert new["identity"] == old["identity"] == keys.parse(first).key_id
+    assert (new["project"], new["principal"], new["metadata"]) == ("search", "bot", {"for": "tests"})
+    assert new["scopes"] == ["inference", "usage:read"]
+    assert old["rotated_to"] == new["key_id"]
+    assert f"rotated to {new['key_id']}" in good("key", "list", "acme")
+
+
+REFUSED = [
+    (("tenant", "change", "acme"), 2, "nothing to change: name at least one option"),
+    (("tenant", "change", "acme", "--metadata", "alone"), 2, "--metadata: 'alone' is not KEY=VALUE"),
+    (("tenant", "change", "acme", "--model", "m", "--any-model"), 2, "give --model or --any-model, not both"),
+    (("tenant", "change", "acme", "--metadata", "a=b", "--no-metadata"), 2, "give --metadata or --no-metadata"),
+    (("tenant", "change", "acme", "--time-zone", "Mars/Base"), 2, "time_zone: 'Mars/Base' is not an IANA time zone"),
+    (("tenant", "change", "acme", "--weight", "0"), 2, "weight"),
+    (("project", "create", "acme", "NOT OK"), 2, "slug: 'NOT OK' must be 1 to 40"),
+    (("project", "deactivate", "acme", "default"), 1, "the project default stays active"),
+    (("project", "show", "acme", "none"), 1, "the tenant acme has no project none"),
+    (("principal", "show", "acme", "nobody"), 1, "the tenant acme has no principal named nobody"),
+    (("principal", "create", "acme", "Ada", "--email", "ada"), 2, "email must be an e-mail address"),
+    (("key", "create", "acme", "--principal", "nobody"), 1, "the tenant acme has no principal named nobody"),
+    (("key", "rotate", "nosuchkey00", "--grace", "soon"), 2, "--grace: 'soon' is not a time such as"),
+    (("key", "rotate", "nosuchkey00", "--grace", "31d"), 2, "grace_s"),
+    (("key", "rotate", "nosuchkey00"), 1, "there is no API key nosuchkey00"),
+    (("key", "rotate", "tg_short"), 2, "not an API key of this service"),
+]
+"""What was typed, the exit code, and what the one sentence says."""
+
+
+def test_what_is_refused_is_one_sentence(url: str) -> None:
+    good("tenant", "create", "acme")
+    for arguments, status, said in REFUSED:
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (status, 1, ""), (arguments, done.output)
+        assert done.stderr.startswith("tidegate: ")
+        assert said in done.stderr, arguments
 
 
 def test_a_model_that_nobody_serves_now_is_taken_and_said(url: str, settings: Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -78,9 +79,79 @@ async def test_f10_a_repeated_creation_makes_one(deployed: Deployment) -> None:
     assert made["view"]["key_id"] in repeated["error"]["message"]
 
 
+async def test_projects_and_principals_are_created_shown_listed_and_changed(deployed: Deployment) -> None:
+    api, once = deployed.client, {"idempotency-key": "once"}
+    bodies = {
+        "projects": {"slug": "search", "name": "Search", "metadata": {"team": "core"}},
+        "principals": {"kind": "person", "name": "Ada", "email": "ada@example.com", "role": "member"},
+    }
+    changes: dict[str, dict[str, object]] = {"projects": {"active": False}, "principals": {"role": "viewer"}}
+    for noun, sent in bodies.items():
+        made = body(await api.post(f"/api/v1/tenants/acme/{noun}", json=sent, headers=once), 201)
+        assert made.items() >= {**sent, "tenant": "acme", "active": True}.items()
+        assert body(await api.post(f"/api/v1/tenants/acme/{noun}", json=sent, headers=once), 201) == made
+        path = f"/api/v1/tenants/acme/{noun}/{made['slug'] if noun == 'projects' else made['id']}"
+        assert body(await api.get(path)) == made
+        assert made in body(await api.get(f"/api/v1/tenants/acme/{noun}"))["items"]
+        assert body(await api.patch(path, json=changes[noun])).items() >= changes[noun].items()
+        again = body(await api.post(f"/api/v1/tenants/acme/{noun}", json=sent), 409)["error"]
+        assert again["code"] in {"slug_taken", "name_taken"}
+
+
+async def test_f10_a_rotation_answers_the_new_key_once(deployed: Deployment) -> None:
+    api, once = deployed.client, {"idempotency-key": "rotate"}
+    sent = {"name": "ci", "scopes": ["usage:read"], "metadata": {"a": "b"}, "expires_at": "2999-01-01T00:00:00Z"}
+    old = body(await api.post("/api/v1/tenants/acme/keys", json=sent), 201)["view"]
+    assert old.items() >= {**sent, "project": "default", "principal": None, "rotated_to": None}.items()
+    path = f"/api/v1/keys/{old['key_id']}/rotate"
+    made = body(await api.post(path, json={}, headers=once), 201)
+    assert keys.parse(made["key"]).key_id == made["view"]["key_id"]
+    assert made["view"]["identity"] == old["identity"] == old["key_id"]
+    repeated = body(await api.post(path, json={}, headers=once), 409)["error"]
+    assert repeated["code"] == "idempotency_repeated"
+    assert made["view"]["key_id"] in repeated["message"]
+    assert body(await api.post(path, json={"grace_s": 0}), 409)["error"]["code"] == "key_rotated"
+
+
 @pytest.mark.parametrize(
     ("method", "path", "json", "status", "code", "param"),
     [
+        ("GET", "/tenants/acme/projects/none", None, 404, "project_not_found", "project"),
+        ("GET", "/tenants/nobody/projects", None, 404, "tenant_not_found", "slug"),
+        ("GET", "/tenants/nobody/principals", None, 404, "tenant_not_found", "slug"),
+        ("GET", "/tenants/acme/projects?after=x", None, 400, "invalid_request", "after"),
+        ("GET", "/tenants/acme/principals?limit=201", None, 400, "invalid_request", "limit"),
+        ("PATCH", "/tenants/acme/projects/default", {"active": False}, 409, "default_project", "active"),
+        ("PATCH", "/tenants/acme/projects/default", {"slug": "x"}, 400, "invalid_request", "slug"),
+        ("POST", "/tenants/acme/projects", {"slug": "a b", "name": "x"}, 400, "invalid_request", "slug"),
+        ("POST", "/tenants/acme/projects", {"slug": "default", "name": "x"}, 409, "slug_taken", "slug"),
+        ("GET", f"/tenants/acme/principals/{uuid4()}", None, 404, "principal_not_found", "principal_id"),
+        (
+            "POST",
+            "/tenants/acme/principals",
+            {"kind": "cat", "name": "x", "role": "member"},
+            400,
+            "invalid_request",
+            "kind",
+        ),
+        (
+            "POST",
+            "/tenants/acme/principals",
+            {"kind": "person", "name": "x", "role": "member"},
+            400,
+            "invalid_request",
+            "email",
+        ),
+        ("POST", "/tenants/acme/keys", {"name": "x", "project": "none"}, 404, "project_not_found", "project"),
+        ("POST", "/tenants/acme/keys", {"name": "x", "scopes": []}, 400, "invalid_request", "scopes"),
+        ("POST", "/tenants/acme/keys", {"name": "x", "scopes": ["everything"]}, 400, "invalid_request", "scopes[0]"),
+        ("POST", "/keys/nosuchkey00/rotate", {}, 404, "key_not_found", "key_id"),
+        ("POST", "/keys/nosuchkey00/rotate", {"grace_s": -1}, 400, "invalid_request", "grace_s"),
+        ("POST", "/keys/nosuchkey00/rotate", {"grace_s": 2_592_001}, 400, "invalid_request", "grace_s"),
+        ("PATCH", "/tenants/acme", {"time_zone": "Mars/Base"}, 400, "invalid_request", "time_zone"),
+        ("PATCH", "/tenants/acme", {"weight": 0}, 400, "invalid_request", "weight"),
+        ("PATCH", "/tenants/acme", {"floor_tokens_per_s": -1}, 400, "invalid_request", "floor_tokens_per_s"),
+        ("PATCH", "/tenants/acme", {"metadata": {"k": "a\nb"}}, 400, "invalid_request", "metadata"),
         ("GET", "/tenants/nobody", None, 404, "tenant_not_found", "slug"),
         ("PATCH", "/tenants/nobody", {"active": False}, 404, "tenant_not_found", "slug"),
         ("GET", "/tenants/nobody/keys", None, 404, "tenant_not_found", "slug"),

@@ -14,7 +14,8 @@ from tests.web.samples import Reporter
 pytestmark = pytest.mark.browser
 
 RULES = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}}
-PAGES = ["/", "/replicas", "/tenants", "/tenants/acme", "/nowhere"]
+TENANT_PAGES = ["/tenants/acme", "/tenants/acme/projects", "/tenants/acme/principals"]
+PAGES = ["/", "/replicas", "/tenants", *TENANT_PAGES, "/nowhere"]
 
 
 @pytest.fixture
@@ -78,6 +79,24 @@ def test_no_dialog_or_form_state_violates_wcag_aa(as_operator: OpenPage, theme: 
     assert violations(page) == []
     page.get_by_role("button", name="Revoke key").click()
     expect(page.locator(".toast")).to_be_visible()
+    page.goto("/tenants/acme")
+    page.get_by_label("Name").fill(f"turn {theme}")
+    page.get_by_role("button", name="Create key").click()
+    page.get_by_role("button", name=f"Rotate turn {theme}").click()
+    expect(page.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+    faded_in(page)
+    assert violations(page) == []
+    page.goto("/tenants/acme/principals")
+    page.get_by_text("New person or service account").click()
+    page.get_by_label("Name").fill(f"bot {theme}")
+    page.get_by_label("Email").fill("not an address")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_text("Email must be an e-mail address.")).to_be_visible()
+    assert violations(page) == []
+    page.get_by_label("Email").fill("")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("combobox", name=f"Role of bot {theme}")).to_be_visible()
+    assert violations(page) == []
 
 
 def test_stale_figures_keep_their_contrast(as_operator: OpenPage, reporter: Reporter, site: Site) -> None:
@@ -235,7 +254,7 @@ def test_a_phone_shows_whole_rows_one_under_the_other_and_they_stay_table_rows(
     with site.admin() as admin:
         admin.post("/api/v1/tenants/acme/keys", json={"name": "on a phone"}).raise_for_status()
     page = as_operator(viewport=PHONE)
-    for path, cells in (("/", 10), ("/tenants", 5), ("/tenants/acme", 7)):
+    for path, cells in (("/", 10), ("/tenants", 5), ("/tenants/acme", 8), ("/tenants/acme/projects", 6)):
         page.goto(path)
         table = page.locator("table.stacked").first
         expect(table.locator("tbody tr:not(.empty-row)").first).to_be_visible()
@@ -245,6 +264,7 @@ def test_a_phone_shows_whole_rows_one_under_the_other_and_they_stay_table_rows(
         roles = [node["role"]["value"] for node in nodes if not node["ignored"]]
         assert roles.count("row") >= 2, path
         assert roles.count("cell") + roles.count("rowheader") >= cells, path
+    page.goto("/tenants/acme")
     revoke = page.get_by_role("button", name="Revoke on a phone")
     box = revoke.bounding_box()
     assert box
