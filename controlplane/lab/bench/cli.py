@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 DATAPLANE = "dataplane.bench.cli"
-PARTS = ("latency", "throughput", "streams", "overload", "memory")
+PARTS = ("latency", "throughput", "streams", "overload", "memory", "against")
 EXIT_FAILED = 1
 
 
@@ -56,9 +56,28 @@ Exit codes:
 @click.option("--quick", is_flag=True, help="Short runs: the directions stay, the figures are rough.")
 @click.option("--install", is_flag=True, help="As root, install wrk with apt-get where it is missing.")
 @click.option(
+    "--against",
+    type=click.Choice(["litellm"]),
+    help="Also compare with LiteLLM's proxy and what else installs from PyPI and npm; takes minutes.",
+)
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder that keeps what --against installs, for the next run.  [default: thrown away]",
+)
+@click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to a file too."
 )
-def gateway(*, only: tuple[str, ...], seed: int, quick: bool, install: bool, json_path: Path | None) -> None:
+def gateway(
+    *,
+    only: tuple[str, ...],
+    seed: int,
+    quick: bool,
+    install: bool,
+    against: str | None,
+    environments: Path | None,
+    json_path: Path | None,
+) -> None:
     """Measure what the gateway adds to every request and token, and how much one process bears.
 
     The whole deployment of `tidegate up` runs in a temporary folder with a fake engine as its replica; the gateway has
@@ -72,6 +91,8 @@ def gateway(*, only: tuple[str, ...], seed: int, quick: bool, install: bool, jso
     from controlplane.lab.bench.report import emit
     from controlplane.local.errors import ExitCode, LocalError
 
+    if "against" in only and against is None:
+        raise click.UsageError("--only against needs --against litellm")
     progress = Console(stderr=True, highlight=False)
 
     def tell(what: str) -> None:
@@ -79,7 +100,13 @@ def gateway(*, only: tuple[str, ...], seed: int, quick: bool, install: bool, jso
 
     try:
         report = gateway_bench.run(
-            GatewayCase(seed=seed, quick=quick), only=only, install=install, console=progress, tell=tell
+            GatewayCase(seed=seed, quick=quick),
+            only=only,
+            install=install,
+            against=against is not None,
+            environments=environments,
+            console=progress,
+            tell=tell,
         )
     except LocalError as error:
         click.echo(f"Error: {error.message}", err=True)

@@ -31,6 +31,7 @@ from controlplane.local.logs import last_line
 from controlplane.local.ports import free_ports
 from controlplane.local.process import answers_ok
 from controlplane.local.stack import Options, Ports, Running, Stack, model_names
+from controlplane.local.valkey import EmbeddedValkey
 from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
 
@@ -93,6 +94,16 @@ class Deployment:
     def gateway_pid(self) -> int:
         return self._stack.pids()["gateway"]
 
+    @property
+    def redis_url(self) -> str:
+        """Where the deployment's Valkey answers, its password included."""
+        return EmbeddedValkey(self._stack.home.valkey, self.ports.valkey).url
+
+    def wait(self, seconds: float) -> None:
+        """See to the supervised processes for a while. Raises LocalError as `check` does."""
+        self._stack.turn(seconds)
+        self.check()
+
     def check(self) -> None:
         """See to the supervised processes. Raises LocalError when one has ended: its figures would be worthless."""
         self._stack.turn(0.0)
@@ -152,7 +163,7 @@ class Deployment:
 
         def answered() -> bool:
             nonlocal seen
-            status, seen = _post(self.gateway, content)
+            status, seen = post(self.gateway, content)
             return status == 200
 
         self._until(answered, "the gateway did not come to answer")
@@ -166,8 +177,7 @@ class Deployment:
         while not condition():
             if time.monotonic() - begun > READY_S:
                 raise LocalError(f"{otherwise} within {READY_S:.0f} s", ExitCode.START_FAILED)
-            self._stack.turn(0.1)
-            self.check()
+            self.wait(0.1)
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -176,7 +186,8 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "TIDEGATE_MAX_IN_FLIGHT": str(MAX_IN_FLIGHT)}
 
 
-def _post(target: Target, content: bytes) -> tuple[int, str]:
+def post(target: Target, content: bytes) -> tuple[int, str]:
+    """Status and the beginning of the answer; 0 and the reason when there is none."""
     connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=5.0)
     try:
         connection.request("POST", target.path, body=content, headers=requests.headers(target))

@@ -6,10 +6,12 @@ Layer: service. It puts the parts together; each says in its own module what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from rich.console import Console
 
 from controlplane.lab.bench import wrk
+from controlplane.lab.bench.against import against as beside
 from controlplane.lab.bench.case import STREAM_TOKENS, TOKENS, Bench, GatewayCase, Part
 from controlplane.lab.bench.deployment import MAX_IN_FLIGHT, Deployment
 from controlplane.lab.bench.latency import latency
@@ -34,10 +36,12 @@ def run(
     *,
     only: Collection[str] = (),
     install: bool = False,
+    against: bool = False,
+    environments: Path | None = None,
     console: Console,
     tell: Callable[[str], None],
 ) -> Report:
-    """Start the deployment, run the parts (`only` those, or all), stop it.
+    """Start the deployment, run the parts (`only` those, or all) and with `against` the comparison, stop it.
 
     `results` has the keys that each part's function documents. Raises LocalError when something cannot be started or
     ended while it was measured, LoadError when it did not answer as it must.
@@ -48,6 +52,7 @@ def run(
         "gateway",
         {
             "parts": names,
+            "against": against,
             "quick": case.quick,
             "seed": case.seed,
             "prompt_tokens": PROMPT_TOKENS,
@@ -62,4 +67,6 @@ def run(
         bench = Bench(case, deployment, load, tell)
         for name in names:
             report.take(PARTS[name](bench))
+        if against:
+            report.take(beside(bench, environments))
     return report
