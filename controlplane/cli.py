@@ -30,7 +30,7 @@ COMMANDS = {
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
     "db": ("controlplane.serve:db", "Migrate the database."),
     "engine": ("dataplane.cli:engine", "Run or try the engine alone."),
-    "bench": ("dataplane.bench.cli:bench", "Measure the engine and its policies, with controls."),
+    "bench": ("controlplane.lab.bench.cli:bench", "Measure the engine, its policies and the gateway, with controls."),
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from litestar import Litestar
+from litestar.types import ASGIApp
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -39,3 +40,5 @@ class Component:
     lifespans: list[Lifespan] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
     """Put on `app.state` under these names before the first request."""
+    direct: tuple[str, ASGIApp] | None = None
+    """A path that ends with a slash, and the ASGI application that serves all below it by itself, errors too."""

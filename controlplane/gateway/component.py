@@ -46,7 +46,13 @@ logger = logging.getLogger("tidegate.gateway")
 def component(resources: Resources) -> Component:
     """The routes under /v1 and the work behind them."""
     parts = _Parts(resources)
-    return Component(routes=[mount(parts.gateway)], lifespans=[parts.lifespan], state={"gateway": parts.gateway})
+    endpoint = Endpoint(parts.gateway)
+    return Component(
+        routes=[mount(parts.gateway)],
+        lifespans=[parts.lifespan],
+        state={"gateway": parts.gateway},
+        direct=("/v1/", endpoint),
+    )
 
 
 def mount(gateway: Gateway) -> ASGIRouteHandler:

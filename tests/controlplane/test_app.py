@@ -269,3 +269,31 @@ async def test_a_commit_that_fails_is_not_answered_with_success(deployed: Deploy
     deployed.app.register(late)
     answer = await deployed.client.post("/api/v1/late", headers=deployed.operator)
     assert answer.status_code == 500
+
+
+async def test_what_is_below_a_direct_path_is_served_without_the_framework() -> None:
+    """Its answers carry a request id as all others do; the path itself and its neighbours stay the framework's."""
+    served: list[str] = []
+
+    async def direct(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    app = Application(route_handlers=[], openapi_config=None)
+    app.direct_path, app.direct = "/v1/", direct
+    answers: list[tuple[int, dict[bytes, bytes]]] = []
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answers.append((message["status"], dict(message["headers"])))
+
+    for path in ("/v1/chat/completions", "/v1", "/v10/x"):
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await app({**scope, "headers": [(b"x-request-id", b"mine")], "root_path": "", "scheme": "http"}, receive, send)
+    assert served == ["/chat/completions"]
+    assert [status for status, _ in answers] == [204, 404, 404]
+    assert all(headers[b"x-request-id"] == b"mine" for _, headers in answers)

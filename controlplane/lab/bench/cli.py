@@ -1,0 +1,119 @@
+"""`tidegate bench`: the dataplane's benches, and those of the control plane.
+
+Layer: service. Reads flags, says what is wrong in one sentence and exits. The dataplane's group is loaded by name, so
+that nothing here imports what could load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import click
+
+DATAPLANE = "dataplane.bench.cli"
+PARTS = ("latency", "throughput", "streams", "overload", "memory", "against")
+EXIT_FAILED = 1
+
+
+class BenchGroup(click.Group):
+    """Its own commands first, then the dataplane's."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self._engines().list_commands(ctx)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name) or self._engines().get_command(ctx, cmd_name)
+
+    def _engines(self) -> click.Group:
+        group: click.Group = importlib.import_module(DATAPLANE).bench
+        return group
+
+
+@click.group(cls=BenchGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def bench() -> None:
+    """Measure the engine, its policies and the gateway, each beside a control that must show no gain."""
+
+
+EXIT_CODES = """
+\b
+Exit codes:
+    0  measured
+    1  a process ended, or did not answer as it must, while it was measured
+    2  a flag is wrong
+    9  a process did not become ready
+   10  something that must be installed is not
+  130  interrupted; everything that was started has been stopped
+"""
+
+
+@bench.command(epilog=EXIT_CODES)
+@click.option(
+    "--only", multiple=True, type=click.Choice(PARTS), help="Run this part; may be given several times.  [default: all]"
+)
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the arrivals.")
+@click.option("--quick", is_flag=True, help="Short runs: the directions stay, the figures are rough.")
+@click.option("--install", is_flag=True, help="As root, install wrk with apt-get where it is missing.")
+@click.option(
+    "--against",
+    type=click.Choice(["litellm"]),
+    help="Also compare with LiteLLM's proxy and what else installs from PyPI and npm; takes minutes.",
+)
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder that keeps what --against installs, for the next run.  [default: thrown away]",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to a file too."
+)
+def gateway(
+    *,
+    only: tuple[str, ...],
+    seed: int,
+    quick: bool,
+    install: bool,
+    against: str | None,
+    environments: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Measure what the gateway adds to every request and token, and how much one process bears.
+
+    The whole deployment of `tidegate up` runs in a temporary folder with a fake engine as its replica; the gateway has
+    one CPU core, the load and the fake engine another. Needs wrk.
+    """
+    from rich.console import Console
+
+    from controlplane.lab.bench import gateway as gateway_bench
+    from controlplane.lab.bench.case import GatewayCase
+    from controlplane.lab.bench.closed import LoadError
+    from controlplane.lab.bench.report import emit
+    from controlplane.local.errors import ExitCode, LocalError
+
+    if "against" in only and against is None:
+        raise click.UsageError("--only against needs --against litellm")
+    progress = Console(stderr=True, highlight=False)
+
+    def tell(what: str) -> None:
+        progress.print(f"{what} …", style="dim")
+
+    try:
+        report = gateway_bench.run(
+            GatewayCase(seed=seed, quick=quick),
+            only=only,
+            install=install,
+            against=against is not None,
+            environments=environments,
+            console=progress,
+            tell=tell,
+        )
+    except LocalError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        sys.exit(error.code)
+    except LoadError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    emit(report, json_path)
