@@ -13,16 +13,17 @@ from typing import Any
 
 Schema = dict[str, Any]
 LARGEST = 2**63 - 1
-DEEPEST_REF = 16
-"""References followed from one place when its bounds are read."""
+MOST_STEPS = 200_000
+"""Places that one check may look at, each as often as it is referred to."""
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def check_schema(root: Schema) -> None:
     """Raises ValueError when texts outside `root` would be let through, or no text can ever end."""
+    check = _Check(root)
     for place, schema in _walk(root, "#"):
-        _check_bounds(schema, root, place)
-    if not _finite(root, _finite_targets(root)):
+        check.bounds(schema, place)
+    if not check.finite(root):
         raise ValueError("it asks for itself again without end: no finite text is in it")
 
 
@@ -38,98 +39,115 @@ def _walk(value: object, place: str) -> Iterator[tuple[str, Schema]]:
             yield from _walk(below, f"{place}/{index}"[:200])
 
 
-def _check_bounds(schema: Schema, root: Schema, place: str) -> None:
-    for name in BOUNDS:
-        bound = schema.get(name)
-        if isinstance(bound, int) and not isinstance(bound, bool) and abs(bound) > LARGEST:
-            raise ValueError(f"{name} at {place} is beyond 64 bits and cannot be enforced")
-    if schema.get("type") == "integer":
-        return
-    low, high, above, below = _bounds(schema, root, DEEPEST_REF)
-    drops_low = above and low >= 0 and low == math.floor(low) and high < low + 1
-    drops_high = below and high <= 0 and high == math.floor(high) and low > high - 1
-    if drops_low or drops_high:
-        name = "exclusiveMinimum" if drops_low else "exclusiveMaximum"
-        raise ValueError(f"{name} at {place} cannot be enforced: less than one lies between it and the other bound")
+class _Check:
+    """One check of one schema, in bounded work."""
 
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._left = MOST_STEPS
+        self._targets: dict[str, bool] | None = None
 
-def _bounds(schema: object, root: Schema, refs: int) -> tuple[float, float, bool, bool]:
-    """(low, high, whether low is excluded, whether high is), with what `allOf` and `$ref` add."""
-    low, high, above, below = -math.inf, math.inf, False, False
-    if not isinstance(schema, dict):
-        return low, high, above, below
-    parts = [(_number(schema, "minimum", -math.inf), math.inf, False, False)]
-    parts.append((_number(schema, "exclusiveMinimum", -math.inf), math.inf, True, False))
-    parts.append((-math.inf, _number(schema, "maximum", math.inf), False, False))
-    parts.append((-math.inf, _number(schema, "exclusiveMaximum", math.inf), False, True))
-    if refs:
-        every = schema.get("allOf")
-        parts += [_bounds(part, root, refs - 1) for part in every] if isinstance(every, list) else []
-        parts.append(_bounds(_target(root, schema.get("$ref")), root, refs - 1))
-    for one_low, one_high, one_above, one_below in parts:
-        if one_low > low or (one_low == low and one_above):
-            low, above = one_low, one_above and one_low > -math.inf
-        if one_high < high or (one_high == high and one_below):
-            high, below = one_high, one_below and one_high < math.inf
-    return low, high, above, below
+    def bounds(self, schema: Schema, place: str) -> None:
+        """Raises ValueError when the bounds at one place would not be held."""
+        for name in BOUNDS:
+            bound = schema.get(name)
+            if isinstance(bound, int) and not isinstance(bound, bool) and abs(bound) > LARGEST:
+                raise ValueError(f"{name} at {place} is beyond 64 bits and cannot be enforced")
+        if schema.get("type") == "integer" or not schema.keys() & {"allOf", *BOUNDS}:
+            return
+        low, above, high, below = -math.inf, False, math.inf, False
+        for part in self._parts(schema):
+            for name, out in (("minimum", False), ("exclusiveMinimum", True)):
+                low, above = max((low, above), (_number(part, name, -math.inf), out))
+            for name, out in (("maximum", False), ("exclusiveMaximum", True)):
+                high, below = min(
+                    (high, below), (_number(part, name, math.inf), out), key=lambda end: (end[0], not end[1])
+                )
+        drops_low = above and low >= 0 and low.is_integer() and high < low + 1
+        drops_high = below and high <= 0 and high.is_integer() and low > high - 1
+        if drops_low or drops_high:
+            name = "exclusiveMinimum" if drops_low else "exclusiveMaximum"
+            raise ValueError(f"{name} at {place} cannot be enforced: less than one lies between it and the other bound")
+
+    def _parts(self, schema: Schema) -> Iterator[Schema]:
+        """A schema and all that `allOf` and `$ref` add to it, each once."""
+        seen, waiting = {id(schema)}, [schema]
+        while waiting:
+            self._step()
+            part = waiting.pop()
+            yield part
+            every = part.get("allOf")
+            for more in (*(every if isinstance(every, list) else ()), _target(self._root, part.get("$ref"))):
+                if isinstance(more, dict) and id(more) not in seen:
+                    seen.add(id(more))
+                    waiting.append(more)
+
+    def finite(self, schema: object) -> bool:
+        """Whether some finite text may satisfy a schema. In doubt it may."""
+        if self._targets is None:
+            self._targets = self._fixed_point()
+        return self._finite(schema, self._targets)
+
+    def _fixed_point(self) -> dict[str, bool]:
+        """Of every local reference, whether a finite text satisfies what it points at: the least fixed point."""
+        refs = [ref for _, schema in _walk(self._root, "#") if isinstance(ref := schema.get("$ref"), str)]
+        finite = dict.fromkeys(reversed(refs), False)  # the last are mostly the innermost
+        changed = True
+        while changed:
+            changed = False
+            for ref, known in finite.items():
+                if not known and self._finite(_target(self._root, ref), finite):
+                    finite[ref] = changed = True
+        return finite
+
+    def _finite(self, schema: object, refs: dict[str, bool]) -> bool:
+        """The same, if the references that are True can be satisfied."""
+        self._step()
+        if not isinstance(schema, dict):
+            return True
+        every, some = schema.get("allOf"), [schema.get(name) for name in ("anyOf", "oneOf")]
+        possible = refs.get(str(schema.get("$ref")), True)
+        possible = possible and (not isinstance(every, list) or all(self._finite(part, refs) for part in every))
+        for parts in some:
+            if possible and isinstance(parts, list) and parts:
+                possible = any(self._finite(part, refs) for part in parts)
+        return possible and (
+            "const" in schema or "enum" in schema or self._finite_kind(schema, schema.get("type"), refs)
+        )
+
+    def _finite_kind(self, schema: Schema, kind: object, refs: dict[str, bool]) -> bool:
+        """The same of what its `type` alone asks for."""
+        if isinstance(kind, list) and kind:
+            return any(not isinstance(one, list) and self._finite_kind(schema, one, refs) for one in kind)
+        if kind == "object":
+            return self._finite_object(schema, refs)
+        return kind != "array" or self._finite_array(schema, refs)
+
+    def _finite_object(self, schema: Schema, refs: dict[str, bool]) -> bool:
+        properties, required = schema.get("properties"), schema.get("required")
+        named = properties if isinstance(properties, dict) else {}
+        others = schema.get("additionalProperties", True)
+        names = required if isinstance(required, list) else []
+        return all(self._finite(named.get(name, others), refs) for name in names if isinstance(name, str))
+
+    def _finite_array(self, schema: Schema, refs: dict[str, bool]) -> bool:
+        least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
+        if not isinstance(least, int) or not isinstance(first, list):
+            return True
+        beyond = least <= len(first) or self._finite(schema.get("items", True), refs)
+        return beyond and all(self._finite(item, refs) for item in first[: max(0, least)])
+
+    def _step(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("its references lead to too many places")
 
 
 def _number(schema: Schema, name: str, otherwise: float) -> float:
     value = schema.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
-
-
-# ------------------------------------------------------------------------------------------------------------ recursion
-
-
-def _finite_targets(root: Schema) -> dict[str, bool]:
-    """Of every local reference, whether a finite text satisfies what it points at: the least fixed point."""
-    refs = {ref for _, schema in _walk(root, "#") if isinstance(ref := schema.get("$ref"), str)}
-    finite = dict.fromkeys(refs, False)
-    changed = True
-    while changed:
-        changed = False
-        for ref, known in finite.items():
-            if not known and _finite(_target(root, ref), finite):
-                finite[ref] = changed = True
-    return finite
-
-
-def _finite(schema: object, refs: dict[str, bool]) -> bool:
-    """Whether some finite text may satisfy a schema, if the references that are True may. In doubt it may."""
-    if not isinstance(schema, dict):
-        return True
-    every, some = schema.get("allOf"), [schema.get(name) for name in ("anyOf", "oneOf")]
-    possible = refs.get(str(schema.get("$ref")), True)
-    possible = possible and (not isinstance(every, list) or all(_finite(part, refs) for part in every))
-    for parts in some:
-        possible = possible and (not isinstance(parts, list) or not parts or any(_finite(part, refs) for part in parts))
-    return possible and ("const" in schema or "enum" in schema or _finite_kind(schema, schema.get("type"), refs))
-
-
-def _finite_kind(schema: Schema, kind: object, refs: dict[str, bool]) -> bool:
-    """The same of what its `type` alone asks for."""
-    if isinstance(kind, list) and kind:
-        return any(_finite_kind(schema, one, refs) for one in kind)
-    if kind == "object":
-        return _finite_object(schema, refs)
-    return kind != "array" or _finite_array(schema, refs)
-
-
-def _finite_object(schema: Schema, refs: dict[str, bool]) -> bool:
-    properties, required = schema.get("properties"), schema.get("required")
-    named = properties if isinstance(properties, dict) else {}
-    others = schema.get("additionalProperties", True)
-    names = required if isinstance(required, list) else []
-    return all(_finite(named.get(name, others) if isinstance(name, str) else True, refs) for name in names)
-
-
-def _finite_array(schema: Schema, refs: dict[str, bool]) -> bool:
-    least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
-    if not isinstance(least, int) or not isinstance(first, list):
-        return True
-    beyond = least <= len(first) or _finite(schema.get("items", True), refs)
-    return beyond and all(_finite(item, refs) for item in first[:least])
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return otherwise
+    return float(max(-LARGEST, min(LARGEST, value))) if isinstance(value, int) else value
 
 
 def _target(root: Schema, ref: object) -> object:

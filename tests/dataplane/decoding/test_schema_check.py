@@ -114,3 +114,24 @@ def test_bounds_of_more_than_64_bits_are_refused_by_name(name: str) -> None:
     check_schema({"type": "integer", name: 2**63 - 1})
     with pytest.raises(ValueError, match=f"^{name} at #/items is beyond 64 bits"):
         check_schema({"items": {"type": "integer", name: -(2**63)}})
+
+
+def test_what_leads_to_too_many_places_is_refused_and_what_only_looks_so_is_not() -> None:
+    twice = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 20}}, "allOf": [{"$ref": "#/$defs/a"}] * 20}
+    with pytest.raises(ValueError, match="no finite text"):
+        check_schema(twice)
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(1000)}
+    check_schema({"$ref": "#/$defs/d0", "$defs": {**chain, "d1000": {"type": "string"}}})
+    many = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{m}"} for m in range(60)]} for n in range(60)}
+    with pytest.raises(ValueError, match=r"too many places|no finite text"):
+        check_schema({"$ref": "#/$defs/d0", "$defs": many})
+
+
+@pytest.mark.parametrize("bound", ["1e400", "-1e400", "NaN", "1" + "0" * 400])
+def test_numbers_no_machine_holds_do_no_harm(bound: str) -> None:
+    for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        for text in (f'{{"{name}": {bound}}}', f'{{"$ref": "#/$defs/a", "$defs": {{"a": {{"{name}": {bound}}}}}}}'):
+            try:
+                check_schema(json.loads(text))
+            except ValueError as error:
+                assert "64 bits" in str(error) or "cannot be enforced" in str(error)
