@@ -31,7 +31,7 @@ MAX_TEXT = 64 * 1024
 """Characters a schema, expression, grammar or list of choices may have."""
 MAX_CHOICES = 1999
 """Strings one may be chosen from: alternatives that llguidance follows side by side."""
-GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+GBNF_RULE = re.compile(r"^\ufeff?[ \t]*[\w-]+\s*::=", re.MULTILINE)
 KEPT = 32
 """Compiled grammars that are kept, the least recently used one leaving first."""
 TRIAL_STEPS = 4

@@ -127,7 +127,9 @@ def measure(several: Sequence[Decoding]) -> list[StepTimes]:
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """`rss_*` are bytes of this process after a tenth of the requests, after half and at the end."""
+    """`rss_*` are bytes of this process after a tenth of the requests, after half and at the end; by then `kept` bytes
+    among them are the latencies that the run measured.
+    """
 
     requests: int
     preemptions: int
@@ -137,6 +139,7 @@ class Soak:
     rss_tenth: int
     rss_half: int
     rss_end: int
+    kept: int
     cpu_s: float
 
 
@@ -182,6 +185,7 @@ def soak(case: SchedulerCase, count: int, how: Preemption) -> Soak:
         rss_tenth=seen[0],
         rss_half=seen[1],
         rss_end=resident_memory(),
+        kept=sum(len(times) * times.itemsize for times in (outcome.ttft, outcome.itl)),
         cpu_s=time.process_time() - started,
     )
 

@@ -12,6 +12,7 @@ from dataplane.hardware.device import resident_memory
 from dataplane.scheduling.config import Preemption
 from dataplane.scheduling.plan import Plan, StepResult
 from dataplane.scheduling.scheduler import Scheduler
+from tests.factories.processes import in_a_fresh_process
 from tests.factories.requests import ScriptedExecutor, make_request, make_scheduler
 
 REQUESTS = 10_000
@@ -37,6 +38,10 @@ def arrive(scheduler: Scheduler, draw: random.Random, name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_nothing_is_left_and_memory_is_flat(steps_in_flight: int) -> None:
+    in_a_fresh_process(soak, steps_in_flight)
+
+
+def soak(steps_in_flight: int) -> None:
     scheduler = make_scheduler(
         num_blocks=41,
         block_size=4,
