@@ -63,6 +63,9 @@ class Secret:
 Seconds = Annotated[float, Meta(gt=0, le=86400, description="a number of seconds above 0 and up to 86400")]
 Bytes = Annotated[int, Meta(ge=1, le=2**30, description=f"a whole number of bytes from 1 to {2**30}")]
 Requests = Annotated[int, Meta(ge=1, le=1_000_000, description="a whole number from 1 to 1000000")]
+Milliseconds = Annotated[int, Meta(ge=1, le=60_000, description="a whole number of milliseconds from 1 to 60000")]
+LeaseSeconds = Annotated[float, Meta(ge=3, le=3600, description="a number of seconds from 3 to 3600")]
+Tokens = Annotated[int, Meta(ge=1, le=2**31, description=f"a whole number of tokens from 1 to {2**31}")]
 Flag = Annotated[bool, Meta(description="true or false")]
 Url = Annotated[
     str, Meta(pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$", description="an address such as http://127.0.0.1:7300")
@@ -111,6 +114,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Silence after which a replica is STALE; shorter than `lost_after_s`."""
     lost_after_s: Seconds = 15.0
     report_interval_s: Seconds = 1.0
+    lease_deadline_ms: Milliseconds = 50
+    """Longest a gateway waits for Redis when it takes or settles a lease; then the limits' declared modes decide."""
+    lease_ttl_s: LeaseSeconds = 60.0
+    """How long a lease outlives a gateway that died; those of requests in flight are renewed."""
+    assumed_context: Tokens = 8192
+    """Longest context of models whose replicas have not told theirs: bounds the output of a request without a limit."""
     log_level: LogLevel = "INFO"
 
     @classmethod
@@ -139,6 +148,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("control_url", "public_gateway_url"):
             if not _has_place(url := getattr(self, field)):
                 raise SettingsError(f"{variable(field)}={url!r} is not valid: its host or port is wrong")
+        if self.lease_deadline_ms >= self.lease_ttl_s * 1000 / 3:
+            raise SettingsError(
+                f"TIDEGATE_LEASE_DEADLINE_MS={self.lease_deadline_ms} is not valid: it must be less than a third of "
+                f"TIDEGATE_LEASE_TTL_S, which is {self.lease_ttl_s:g} s"
+            )
         if self.stale_after_s >= self.lost_after_s:
             raise SettingsError(
                 f"TIDEGATE_STALE_AFTER_S={self.stale_after_s:g} is not valid: "

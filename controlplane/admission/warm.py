@@ -28,13 +28,16 @@ class Warmer:
     who wait; the next request tries again.
     """
 
-    def __init__(self, leases: Leases, sum_ledger: Sum) -> None:
+    def __init__(self, leases: Leases) -> None:
         self._leases = leases
-        self._sum = sum_ledger
         self._under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def acquire(
-        self, tenant_id: str, lease_id: str, charges_at: Callable[[float | None], Sequence[Charge]]
+        self,
+        tenant_id: str,
+        lease_id: str,
+        charges_at: Callable[[float | None], Sequence[Charge]],
+        sum_ledger: Sum,
     ) -> Granted | Refused | Ended:
         """`charges_at` gives the charges for the windows that hold a time, Unix seconds; None is the caller's own now.
 
@@ -44,24 +47,24 @@ class Warmer:
         for _ in range(ROUNDS):
             outcome = await self._leases.acquire(tenant_id, lease_id, charges)
             if isinstance(outcome, Cold):
-                await asyncio.gather(*(self._hydrate(tenant_id, counter) for counter in outcome.counters))
+                await asyncio.gather(*(self._hydrate(tenant_id, one, sum_ledger) for one in outcome.counters))
             elif isinstance(outcome, OutsideWindows):
                 charges = charges_at(outcome.now)
             else:
                 return outcome
         raise StoreRestlessError("the store's counters do not stay hydrated")
 
-    async def _hydrate(self, tenant_id: str, counter: ColdCounter) -> None:
+    async def _hydrate(self, tenant_id: str, counter: ColdCounter, sum_ledger: Sum) -> None:
         name = (counter.charge.key, counter.start)
         task = self._under_way.get(name)
         if task is None:
-            task = asyncio.create_task(self._sum_and_hydrate(tenant_id, counter))
+            task = asyncio.create_task(self._sum_and_hydrate(tenant_id, counter, sum_ledger))
             self._under_way[name] = task
             task.add_done_callback(lambda done: self._ended(name, done))
         await asyncio.shield(task)  # who leaves must not take it from the others
 
-    async def _sum_and_hydrate(self, tenant_id: str, counter: ColdCounter) -> None:
-        base, complete_until = await self._sum(counter)
+    async def _sum_and_hydrate(self, tenant_id: str, counter: ColdCounter, sum_ledger: Sum) -> None:
+        base, complete_until = await sum_ledger(counter)
         await self._leases.hydrate(tenant_id, counter, base, complete_until=complete_until)
 
     def _ended(self, name: tuple[str, int], task: asyncio.Task[None]) -> None:

@@ -20,11 +20,14 @@ class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """`context` is the most tokens of a prompt and its answer together, 0 when the replica has not told."""
+
     replica: str
     pool: str
     url: str
     state: ReplicaState
     boot_epoch: int
+    context: int = 0
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ async def load_fleet(session: AsyncSession) -> FleetView:
                 url=facts.url,
                 state=facts.state,
                 boot_epoch=facts.boot_epoch,
+                context=facts.ready.max_model_len if facts.ready is not None else 0,
             )
             for facts, _ in rows
         ],

@@ -1,55 +1,48 @@
-"""Who a request is from: API keys, their grants, and how long a grant may be believed.
+"""Who a request is from: API keys and their grants.
 
-Layer: service. A grant is believed as long as the gateway is listening for policy changes; while it is not, a grant
-older than `MAX_AGE_S` is read again first. When Postgres cannot answer, known keys go on and unknown ones get 503,
-never 401 (F15). A revoked key is refused within 2 s (F16). Every cache and every read is bounded, so that junk keys
-can neither fill memory nor hammer Postgres. Keys are never logged and never part of a message.
+Layer: service. How long a grant is believed is `PolicyCache`'s: when Postgres cannot answer, known keys go on and
+unknown ones get 503, never 401 (F15). A revoked key is refused within 2 s (F16). Look-ups of unknown keys are rationed,
+so that junk keys can neither fill memory nor hammer Postgres. Keys are never logged and never part of a message.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 
-from controlplane.errors import AuthenticationError, CapacityError, PermissionDeniedError
-from controlplane.gateway.errors import capacity
+from controlplane.errors import AuthenticationError, PermissionDeniedError
+from controlplane.gateway.cache import PolicyCache
 from controlplane.gateway.policy import PolicyChange
 from controlplane.tenants.keys import MalformedKeyError, ParsedKey, parse, verify
 from controlplane.tenants.schemas import KeyGrant
 
-MAX_AGE_S = 1.0
-"""Longest a grant is believed while nobody would tell of a change."""
-READ_TIMEOUT_S = 3.0
-KNOWN_WAIT_S = 0.5
-"""Longest a known key waits for its grant to be read again before Postgres counts as away."""
-RETRY_S = 0.5
-"""After a failed read, no other is tried for about this long."""
 CAPACITY = 20_000
-UNKNOWN_CAPACITY = 20_000
-READS_AT_ONCE = 4
-READS_WAITING = 256
+"""Keys known, and as many known to be none."""
 UNKNOWN_PER_S = 100.0
 UNKNOWN_BURST = 500.0
-
-logger = logging.getLogger("tidegate.gateway")
 
 LoadGrant = Callable[[str], Awaitable[KeyGrant | None]]
 
 
-class _Entry:
-    """One key as last read. `changed` says that a change was announced since: it must be read before it is used."""
+class _Ration:
+    """Look-ups of keys never seen before; those that turn out to be real are given back."""
 
-    __slots__ = ("changed", "generation", "grant", "read_at")
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left = UNKNOWN_BURST
+        self._refilled = clock()
 
-    def __init__(self, grant: KeyGrant | None, read_at: float, generation: int) -> None:
-        self.grant = grant
-        self.read_at = read_at
-        self.generation = generation
-        self.changed = False
+    def spend(self) -> bool:
+        now = self._clock()
+        self._left = min(UNKNOWN_BURST, self._left + (now - self._refilled) * UNKNOWN_PER_S)
+        self._refilled = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+    def give_back(self) -> None:
+        self._left = min(UNKNOWN_BURST, self._left + 1.0)
 
 
 class KeyDirectory:
@@ -65,22 +58,19 @@ class KeyDirectory:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._load = load
-        self._on_learned = on_learned
-        self._clock = clock
         self._wall = wall
-        self._known: OrderedDict[str, _Entry] = OrderedDict()
-        self._unknown: OrderedDict[str, _Entry] = OrderedDict()
-        self._reads: dict[str, asyncio.Task[_Entry]] = {}
-        self._dirty: set[str] = set()
-        """Keys of reads in flight that were announced as changed meanwhile."""
-        self._slots = asyncio.Semaphore(READS_AT_ONCE)
-        self._listening = False
-        self._generation = 0
-        self._away_until = 0.0
-        self._away = False
-        self._unknown_budget = UNKNOWN_BURST
-        self._unknown_refilled = clock()
+        self.cache = PolicyCache(
+            load,
+            noun="API keys",
+            busy_code="key_lookups_busy",
+            capacity=CAPACITY,
+            ration=_Ration(clock),
+            on_learned=on_learned,
+            clock=clock,
+        )
+        self.on_listening = self.cache.on_listening
+        self.on_silence = self.cache.on_silence
+        self.close = self.cache.close
 
     async def authenticate(self, authorization: str | None) -> KeyGrant:
         """The grant of the key in an Authorization header.
@@ -90,63 +80,23 @@ class KeyDirectory:
         can tell.
         """
         parsed = _read_header(authorization)
-        entry = self._known.get(parsed.key_id) or self._unknown.get(parsed.key_id)
-        if entry is None or not self._believed(entry):
-            entry = await self._read_again(parsed.key_id, entry)
-        else:
-            (self._known if entry.grant else self._unknown).move_to_end(parsed.key_id)
-        return self._judge(parsed, entry.grant)
+        return self._judge(parsed, await self.cache.get(parsed.key_id))
 
     def known(self) -> list[KeyGrant]:
         """Every cached grant, most recently used last."""
-        return [entry.grant for entry in self._known.values() if entry.grant is not None and not entry.changed]
+        return self.cache.known()
 
     def adopt(self, grants: Iterable[KeyGrant]) -> None:
         """Take grants of an earlier run: used only while Postgres cannot answer."""
         for grant in grants:
-            if grant.key_id not in self._known:
-                self._known[grant.key_id] = _Entry(grant, self._clock(), -1)
-        self._shrink()
-
-    def on_listening(self) -> None:
-        """Changes may have been missed before now: every grant is read again before it is next believed."""
-        self._listening = True
-        self._generation += 1
-        self._away_until = 0.0
-
-    def on_silence(self) -> None:
-        self._listening = False
+            self.cache.adopt(grant.key_id, grant)
 
     def on_change(self, change: PolicyChange) -> None:
-        """A committed change of a key or a tenant; an empty id means any row."""
+        """A committed change of a key or of what it belongs to; an empty id means any row."""
         if change.table == "api_keys" and change.id:
-            self._invalidate(change.id)
+            self.cache.invalidate(change.id)
         elif change.table in {"api_keys", "tenants", "projects", "principals"}:
-            for key_id, entry in self._known.items():
-                grant = entry.grant
-                if not change.id or (grant is not None and change.id in {grant.tenant_id, grant.tenant}):
-                    self._invalidate(key_id)
-            self._unknown.clear()
-            self._dirty.update(self._reads)
-
-    async def close(self) -> None:
-        reads = list(self._reads.values())
-        for read in reads:
-            read.cancel()
-        await asyncio.gather(*reads, return_exceptions=True)
-
-    def _invalidate(self, key_id: str) -> None:
-        self._unknown.pop(key_id, None)
-        if (entry := self._known.get(key_id)) is not None:
-            entry.changed = True
-            self._on_learned()
-        if key_id in self._reads:
-            self._dirty.add(key_id)
-
-    def _believed(self, entry: _Entry) -> bool:
-        if entry.changed or entry.generation != self._generation:
-            return False
-        return self._listening or self._clock() - entry.read_at <= MAX_AGE_S
+            self.cache.invalidate_where(lambda grant: not change.id or change.id in {grant.tenant_id, grant.tenant})
 
     def _judge(self, parsed: ParsedKey, grant: KeyGrant | None) -> KeyGrant:
         if grant is None or not verify(parsed, grant):
@@ -162,100 +112,6 @@ class KeyDirectory:
         if not grant.principal_active:
             raise PermissionDeniedError("The owner of this API key is not active.", code="principal_inactive")
         return grant
-
-    async def _read_again(self, key_id: str, entry: _Entry | None) -> _Entry:
-        """The entry as read now, or the old one when Postgres cannot answer and no change of it is known."""
-        fallback = entry if entry is not None and entry.grant is not None and not entry.changed else None
-        if self._clock() < self._away_until:
-            return self._without_postgres(fallback)
-        read = self._reads.get(key_id)
-        if read is None:
-            if len(self._reads) >= READS_WAITING or (entry is None and not self._may_look_up()):
-                if fallback is not None:
-                    return fallback
-                raise capacity("Too many unknown API keys are being looked up; try again.", "key_lookups_busy")
-            read = asyncio.create_task(self._read(key_id), name=f"read grant {key_id}")
-            self._reads[key_id] = read
-            read.add_done_callback(lambda done: self._read_ended(key_id, done))
-        try:
-            timeout = READ_TIMEOUT_S if fallback is None else KNOWN_WAIT_S
-            return await asyncio.wait_for(asyncio.shield(read), timeout)
-        except TimeoutError:
-            self._postgres_failed("no answer in time")
-        except CapacityError:
-            pass
-        return self._without_postgres(fallback)
-
-    def _without_postgres(self, fallback: _Entry | None) -> _Entry:
-        if fallback is None:
-            raise capacity("API keys cannot be looked up at the moment; try again.", "policy_unavailable")
-        return fallback
-
-    async def _read(self, key_id: str) -> _Entry:
-        """Read one grant, again if a change of it was announced while it was being read."""
-        async with self._slots:
-            while True:
-                self._dirty.discard(key_id)
-                generation = self._generation
-                started = self._clock()
-                try:
-                    async with asyncio.timeout(READ_TIMEOUT_S):
-                        grant = await self._load(key_id)
-                except Exception as error:
-                    self._postgres_failed(type(error).__name__)
-                    raise capacity("API keys cannot be looked up at the moment.", "policy_unavailable") from error
-                if key_id not in self._dirty and generation == self._generation:
-                    break
-        if self._away:
-            self._away = False
-            logger.info("API keys can be read again")
-        return self._store(key_id, _Entry(grant, started, generation))
-
-    def _read_ended(self, key_id: str, read: asyncio.Task[_Entry]) -> None:
-        self._reads.pop(key_id, None)
-        self._dirty.discard(key_id)
-        if not read.cancelled():
-            read.exception()  # those who wait have it; with nobody left it is not news
-
-    def _store(self, key_id: str, entry: _Entry) -> _Entry:
-        if entry.grant is None:
-            self._known.pop(key_id, None)
-            self._unknown[key_id] = entry
-            self._unknown.move_to_end(key_id)
-        else:
-            self._unknown.pop(key_id, None)
-            previous = self._known.get(key_id)
-            self._known[key_id] = entry
-            self._known.move_to_end(key_id)
-            if previous is None:
-                self._unknown_budget = min(UNKNOWN_BURST, self._unknown_budget + 1.0)
-            if previous is None or previous.grant != entry.grant or previous.changed:
-                self._on_learned()
-        self._shrink()
-        return entry
-
-    def _shrink(self) -> None:
-        while len(self._known) > CAPACITY:
-            self._known.popitem(last=False)
-        while len(self._unknown) > UNKNOWN_CAPACITY:
-            self._unknown.popitem(last=False)
-
-    def _may_look_up(self) -> bool:
-        """Look-ups of keys never seen before are rationed; those that turn out to be real are given back."""
-        now = self._clock()
-        earned = (now - self._unknown_refilled) * UNKNOWN_PER_S
-        self._unknown_budget = min(UNKNOWN_BURST, self._unknown_budget + earned)
-        self._unknown_refilled = now
-        if self._unknown_budget < 1.0:
-            return False
-        self._unknown_budget -= 1.0
-        return True
-
-    def _postgres_failed(self, why: str) -> None:
-        self._away_until = self._clock() + RETRY_S * random.uniform(0.8, 1.2)  # noqa: S311  # spreads retries, hides nothing
-        if not self._away:
-            self._away = True
-            logger.warning("API keys cannot be read from Postgres (%s); known keys go on", why)
 
 
 def _read_header(authorization: str | None) -> ParsedKey:

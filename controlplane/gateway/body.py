@@ -1,9 +1,9 @@
 """What the gateway reads of a request body, and the bytes it sends on.
 
 Layer: service. The body is forwarded byte for byte; the one change is `stream_options.include_usage`, injected when a
-stream's client did not ask for usage. Only `model`, `stream` and `stream_options` are read: everything else is the
-replica's to judge. This module must never let a body through that another parser could read differently where access
-is decided: duplicate keys of those three are refused.
+stream's client did not ask for usage. Only `model`, `stream`, `stream_options` and what decides how large the request
+is are read: everything else is the replica's to judge. This module must never let a body through that another parser
+could read differently where access or a quota is decided: duplicates of those keys are refused.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 
 from controlplane.errors import InvalidRequestError
+from controlplane.gateway.size import SIZE_KEYS, Size, read_size
 
-READ_KEYS = ("model", "stream", "stream_options")
-SHORTEST_DUPLICATE = len(b',"model":0')
-"""A second `model`, `stream` or `stream_options` takes at least this many bytes."""
+READ_KEYS = ("model", "stream", "stream_options", *SIZE_KEYS)
+SHORTEST_DUPLICATE = len(b',"n":0')
+"""A second one of the keys that are read takes at least this many bytes."""
+SHORTEST_ESCAPED = len(b',"\\u006e":0')
+"""The same for one that is written with an escape."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRING = msgspec.json.Decoder(str)
@@ -31,6 +34,12 @@ class InferenceBody(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     hide_usage: bool
     forward: bytes
+    size: Size
+
+    @property
+    def size_params(self) -> tuple[str, str]:
+        """What the client calls its prompt and its output limit."""
+        return ("messages", "max_completion_tokens") if self.size.chat else ("prompt", "max_tokens")
 
 
 def read_inference_body(body: bytes) -> InferenceBody:
@@ -38,15 +47,17 @@ def read_inference_body(body: bytes) -> InferenceBody:
     members = _members(body)
     _refuse_duplicates(body, members)
     model = _model(members.get("model"))
+    size = read_size(members)
     stream = bytes(members.get("stream", b"")) == b"true"
     if not stream:
-        return InferenceBody(model, False, False, body)
+        return InferenceBody(model, False, False, body, size)
     options = members.get("stream_options")
     if options is None:
         closing = body.rindex(b"}")
         injected = body[:closing] + b',"stream_options":{"include_usage":true}' + body[closing:]
-        return InferenceBody(model, True, True, injected)
-    return _with_options(body, members, model, bytes(options))
+        return InferenceBody(model, True, True, injected, size)
+    hidden, forward = _with_options(body, members, bytes(options))
+    return InferenceBody(model, True, hidden, forward, size)
 
 
 def _members(body: bytes) -> dict[str, msgspec.Raw]:
@@ -87,7 +98,10 @@ def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
     accounted = 2 * len(members) + 1  # braces, colons and commas
     for key, value in members.items():
         accounted += len(key) + 2 + len(memoryview(value))
-    if len(body) - accounted < SHORTEST_DUPLICATE:
+    spare = len(body) - accounted
+    if spare < SHORTEST_DUPLICATE:
+        return
+    if spare < SHORTEST_ESCAPED and all(body.count(f'"{key}"'.encode()) < 2 for key in members if key in READ_KEYS):
         return
     top: list[tuple[str, Any]] = []
 
@@ -106,9 +120,9 @@ def _refuse_duplicates(body: bytes, members: dict[str, msgspec.Raw]) -> None:
         seen.add(key)
 
 
-def _with_options(body: bytes, members: dict[str, msgspec.Raw], model: str, options: bytes) -> InferenceBody:
-    """A stream whose client sent `stream_options`: unchanged when it asks for usage, else merged with the request for
-    it.
+def _with_options(body: bytes, members: dict[str, msgspec.Raw], options: bytes) -> tuple[bool, bytes]:
+    """Whether usage is hidden, and the body: that of a stream whose client sent `stream_options` is unchanged when it
+    asks for usage, else merged with the request for it.
 
     Values that are no object go on unchanged; the replica refuses them in its own words.
     """
@@ -118,12 +132,12 @@ def _with_options(body: bytes, members: dict[str, msgspec.Raw], model: str, opti
         try:
             merged = dict(_OPTIONS.decode(options))
         except msgspec.DecodeError:
-            return InferenceBody(model, True, False, body)
+            return False, body
     asked = bytes(merged.get("include_usage", b"false"))
     if asked == b"true":
-        return InferenceBody(model, True, False, body)
+        return False, body
     if asked not in {b"false", b"null"}:
-        return InferenceBody(model, True, False, body)
+        return False, body
     merged["include_usage"] = True
     forward = msgspec.json.encode({**members, "stream_options": merged})
-    return InferenceBody(model, True, True, forward)
+    return True, forward

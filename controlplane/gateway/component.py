@@ -17,23 +17,33 @@ from litestar.handlers import ASGIRouteHandler
 from litestar.types import Receive, Scope, Send
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from controlplane.admission.leases import Leases
 from controlplane.component import Component, Resources
+from controlplane.errors import NotFoundError
 from controlplane.fleet.schemas import FleetView
 from controlplane.fleet.service import load_fleet
+from controlplane.gateway.auth import CAPACITY as MOST_KEYS
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.endpoint import Endpoint
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.lease_metrics import LeaseCollector
 from controlplane.gateway.load_feed import LoadFeed
 from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.policy import PolicyFeed
-from controlplane.gateway.prefetch import KeyPrefetch
+from controlplane.gateway.prefetch import Prefetch
+from controlplane.gateway.quotas import CAPACITY as MOST_TENANTS
+from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.reporter import GatewayReporter
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.shutdown import drain_on_signal
 from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
+from controlplane.gateway.spent import LedgerSums
 from controlplane.gateway.telemetry import Recorder
+from controlplane.quotas.schemas import TenantQuotas
+from controlplane.quotas.service import load_quotas, load_tenant_quotas
 from controlplane.tenants.schemas import KeyGrant
 from controlplane.tenants.service import load_key, load_keys
 
@@ -84,21 +94,40 @@ class _Parts:
         self._recorder = Recorder()
         self._request_log = RequestLog(folder / "requests.jsonl", on_dropped=metrics.log_lines_dropped.inc)
         self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
+        self._quotas = QuotaDirectory(self._load_tenant_quotas, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
-        self._prefetch = KeyPrefetch(self._load_keys, self._keys)
-        self._feed = PolicyFeed(settings.database_url, [self._keys, self._fleet, self._prefetch])
+        self._prefetch_keys = Prefetch(
+            "API keys", self._load_keys, self._keys.adopt, lambda grant: grant.key_id, MOST_KEYS
+        )
+        self._prefetch_quotas = Prefetch(
+            "Quotas", self._load_quotas, self._quotas.adopt, lambda quotas: quotas.tenant_id, MOST_TENANTS
+        )
+        self._feed = PolicyFeed(
+            settings.database_url,
+            [self._keys, self._quotas, self._fleet, self._prefetch_keys, self._prefetch_quotas],
+        )
+        self._leases = Leases(resources.redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+        LeaseCollector(self._leases, resources.registry)
         self._loads = LoadFeed(resources.redis, self._fleet, board)
         self._snapshot = SnapshotKeeper(
             SnapshotFile(folder / "policy.snapshot", settings.gateway_id, settings.session_secret),
-            settings.gateway_id,
-            self._keys,
-            self._fleet,
-            changed,
+            keys=self._keys,
+            fleet=self._fleet,
+            quotas=self._quotas,
+            changed=changed,
         )
         self.gateway = Gateway(
             settings,
             keys=self._keys,
             fleet=self._fleet,
+            meter=Meter(
+                self._leases,
+                self._quotas,
+                self._fleet,
+                LedgerSums(resources.engine),
+                assumed_context=settings.assumed_context,
+                on_refused=metrics.quota_refused,
+            ),
             board=board,
             recorder=self._recorder,
             request_log=self._request_log,
@@ -125,7 +154,9 @@ class _Parts:
             asyncio.create_task(_kept(name, run), name=f"gateway {name}")
             for name, run in (
                 ("policy feed", self._feed.run()),
-                ("key prefetch", self._prefetch.run()),
+                ("key prefetch", self._prefetch_keys.run()),
+                ("quota prefetch", self._prefetch_quotas.run()),
+                ("leases", self._leases.run()),
                 ("load feed", self._loads.run()),
                 ("snapshot", self._snapshot.run()),
                 ("request log", self._request_log.run()),
@@ -149,12 +180,25 @@ class _Parts:
                 self._reporter.last_words(),
                 asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot()),
             )
+            await self._leases.close()
             await self._keys.close()
+            await self._quotas.close()
             await self.gateway.close()
 
     async def _load_grant(self, key_id: str) -> KeyGrant | None:
         async with AsyncSession(self._resources.engine) as session:
             return await load_key(session, key_id)
+
+    async def _load_tenant_quotas(self, tenant_id: str) -> TenantQuotas | None:
+        async with AsyncSession(self._resources.engine) as session:
+            try:
+                return await load_tenant_quotas(session, tenant_id)
+            except NotFoundError:
+                return None
+
+    async def _load_quotas(self, after: str) -> list[TenantQuotas]:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_quotas(session, after_id=after)
 
     async def _load_fleet(self) -> FleetView:
         async with AsyncSession(self._resources.engine) as session:

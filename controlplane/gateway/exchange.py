@@ -1,13 +1,14 @@
 """One inference request, from its key to its last byte.
 
-Layer: service. Authenticated → read → admitted → routed → relayed → settled. Quota leases and admission belong
-between reading and routing (`serve`), their settlement beside the record's. Whatever happens in between, the
-replica's slot is given back, the upstream connection is closed, and the record ends in exactly one outcome.
+Layer: service. Authenticated → read → leased → routed → relayed → settled. Whatever happens in between, the lease is
+settled once, the replica's slot is given back, the upstream connection is closed, and the record ends in exactly one
+outcome.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import os
 import time
@@ -16,11 +17,13 @@ from typing import Any
 
 from litestar.types import Receive, Send
 
+from controlplane.admission.charges import NOTHING, Use
 from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
 from controlplane.gateway.asgi import RequestHead, client_left, discard_body, read_body, respond_error
 from controlplane.gateway.body import InferenceBody, read_inference_body
 from controlplane.gateway.errors import ClientGoneError, UpstreamTimeoutError, capacity
 from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.metering import Counted, Held
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.relay import Relay
 from controlplane.gateway.upstream import Cause, UpstreamFailure
@@ -53,6 +56,16 @@ SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.RESET})
 logger = logging.getLogger("tidegate.gateway")
 
 
+class _Work(enum.Enum):
+    """What a replica may have done for the request."""
+
+    NONE = enum.auto()
+    """It was sent to none, or none could take it."""
+    REFUSED = enum.auto()
+    """A replica has read and refused it."""
+    TAKEN = enum.auto()
+
+
 class Exchange:
     """Serves one request of `grant` on `path` (below /v1). `arrived` is on the monotonic clock."""
 
@@ -61,6 +74,7 @@ class Exchange:
         self._grant = grant
         self._path = path
         self._relay: Relay | None = None
+        self._work = _Work.NONE
         self.record = RequestRecord(request_id=request_id, grant=grant, at=time.time(), accepted=arrived)
 
     async def serve(self, head: RequestHead, receive: Receive, send: Send) -> None:
@@ -76,7 +90,7 @@ class Exchange:
                 self._allow(request.model)
                 record.stream = request.stream
                 gateway.retries.earn()
-                await self._watched(self._deliver(request, send), receive)
+                await self._watched(self._metered(request, send), receive)
         except TidegateError as error:
             record.conclude(Outcome.REFUSED, error.code, error.status)
             await discard_body(head, receive)
@@ -139,7 +153,27 @@ class Exchange:
         finally:
             watch.cancel()
 
-    async def _deliver(self, request: InferenceBody, send: Send) -> None:
+    async def _metered(self, request: InferenceBody, send: Send) -> None:
+        """Deliver under a lease, and settle it however that ends."""
+        meter = self._gateway.meter
+        held = await meter.take(self._grant, request)
+        try:
+            await self._deliver(held, request, send)
+        finally:
+            await meter.settle(held, self._used(held))
+
+    def _used(self, held: Held) -> Use:
+        """What the lease is settled to."""
+        if self._work is _Work.NONE:
+            return NOTHING
+        if self._work is _Work.REFUSED or self._relay is None:
+            return Use(requests=1)
+        reading = self._relay.reading
+        whole = self.record.outcome is Outcome.FINISHED and not self.record.stream
+        counted = Counted(usage_told=reading.usage is not None, relayed=None if whole else reading.times.counted)
+        return self._gateway.meter.used(held, self.record, counted)
+
+    async def _deliver(self, held: Held, request: InferenceBody, send: Send) -> None:
         """Send the request to a replica, to a second one if the first gave no answer at all, and relay the answer."""
         gateway, record = self._gateway, self.record
         tried: set[str] = set()
@@ -152,7 +186,7 @@ class Exchange:
                 break
             tried.add(replica.replica)
             record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, os.urandom(16).hex()
-            failure = await self._attempt(request, replica, send, tried)
+            failure = await self._attempt(held, request, replica, send, tried)
             if failure is None:
                 return
             retry = failure.cause in RETRYABLE and attempt + 1 < ATTEMPTS and gateway.retries.spend()
@@ -162,19 +196,27 @@ class Exchange:
         raise self._answer_for(failure)
 
     async def _attempt(
-        self, request: InferenceBody, replica: Candidate, send: Send, tried: set[str]
+        self, held: Held, request: InferenceBody, replica: Candidate, send: Send, tried: set[str]
     ) -> UpstreamFailure | None:
         """One replica's turn: None when the client has its answer, else why it has been sent nothing."""
         gateway, record = self._gateway, self.record
-        relay = Relay(record, send, hide_usage=request.hide_usage, on_first=gateway.recorder.first_tokens)
-        self._relay = relay
+        relay = Relay(
+            record,
+            send,
+            hide_usage=request.hide_usage,
+            on_first=gateway.recorder.first_tokens,
+            headers=held.headers,
+        )
+        self._relay, self._work = relay, _Work.TAKEN
         response = None
         gateway.board.begin(replica.replica)
         try:
             url = replica.url + UPSTREAM_PREFIX + self._path
-            response = await gateway.post(url, self._headers(request), request.forward)
+            response = await gateway.post(held.lease, url, self._headers(request), request.forward)
             if response.status < 400:
                 gateway.recorder.accept(record)
+            else:
+                self._work = _Work.REFUSED if response.status < 500 else _Work.NONE
             if response.status == 503:
                 gateway.board.suspect(replica.replica)
                 if len(tried) < ATTEMPTS and self._route(request.model, tried) is not None:
@@ -183,6 +225,7 @@ class Exchange:
         except UpstreamFailure as failure:
             if failure.cause in SUSPICIOUS:
                 gateway.board.suspect(replica.replica)
+                self._work = _Work.NONE
             return failure
         except asyncio.CancelledError:
             return await self._cancelled(relay)

@@ -40,6 +40,8 @@ class FleetDirectory:
         self._pools: dict[str, PoolRoute] = {}
         self._replicas: dict[str, tuple[ReplicaRoute, ...]] = {}
         self._names: frozenset[str] = frozenset()
+        self._pool_names: dict[str, tuple[str, ...]] = {}
+        self._contexts: dict[str, frozenset[int]] = {}
         self.view: FleetView | None = None
         """None until the fleet was read once, from Postgres or a snapshot."""
 
@@ -55,6 +57,14 @@ class FleetDirectory:
     def pools(self) -> list[PoolRoute]:
         """One pool for each served model, by model name."""
         return [self._pools[model] for model in sorted(self._pools)]
+
+    def pool_names(self, model: str) -> tuple[str, ...]:
+        """The pools that serve `model`."""
+        return self._pool_names.get(model, ())
+
+    def context(self, model: str, assumed: int) -> int:
+        """The longest context of the model's replicas; `assumed` of those that have not told theirs."""
+        return max((told or assumed for told in self._contexts.get(model, ())), default=assumed)
 
     def replicas(self, model: str) -> tuple[ReplicaRoute, ...]:
         """Every replica of every pool that serves `model`."""
@@ -79,6 +89,10 @@ class FleetDirectory:
             if (model := models.get(route.pool)) is not None:
                 replicas.setdefault(model, []).append(route)
         self._replicas = {model: tuple(routes) for model, routes in replicas.items()}
+        self._contexts = {model: frozenset(route.context for route in routes) for model, routes in replicas.items()}
+        self._pool_names = {
+            model: tuple(pool.name for pool in view.pools if pool.model == model) for model in self._pools
+        }
         self._on_view(view)
 
     def on_listening(self) -> None:

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 
 import aiohttp
 
+from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.request_log import RequestLog
@@ -46,6 +48,7 @@ class Gateway:
         *,
         keys: KeyDirectory,
         fleet: FleetDirectory,
+        meter: Meter,
         board: LoadBoard,
         recorder: Recorder,
         request_log: RequestLog,
@@ -55,6 +58,7 @@ class Gateway:
         self.settings = settings
         self.keys = keys
         self.fleet = fleet
+        self.meter = meter
         self.board = board
         self.recorder = recorder
         self.request_log = request_log
@@ -79,8 +83,9 @@ class Gateway:
         if self._upstream is not None:
             await self._upstream.close()
 
-    async def post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
-        """Send a request to a replica. Raises UpstreamFailure."""
+    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+        """Send a request that holds `lease` to a replica; there is no other way to one (F3). Raises UpstreamFailure."""
+        assert isinstance(lease, Lease), "nothing is dispatched without a lease"
         assert self._upstream is not None, "the gateway is not open"
         return await self._upstream.post(url, headers, body)
 

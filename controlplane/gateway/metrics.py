@@ -11,6 +11,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from controlplane.gateway.record import RequestRecord
+from controlplane.quotas.schemas import QuotaKind
 
 OTHER = "other"
 MAX_TENANTS = 2_000
@@ -60,6 +61,12 @@ class GatewayMetrics:
             ("cause", "retried"),
             registry=registry,
         )
+        self.quota_refusals = Counter(
+            "tidegate_gateway_quota_refusals",
+            "Limits that were in a request's way, by kind and the refusal's code.",
+            ("kind", "code"),
+            registry=registry,
+        )
         self.log_lines_dropped = Counter(
             "tidegate_gateway_log_lines_dropped",
             "Lines of the request log that were not written: no room, or a flood without usable keys.",
@@ -102,6 +109,10 @@ class GatewayMetrics:
     def answered(self, tenant: str, status: int) -> None:
         """A request that is no inference was answered, or one without a usable key refused (tenant "")."""
         self.requests.labels(self._tenant(tenant), OTHER, f"{status // 100}xx").inc()
+
+    def quota_refused(self, kind: QuotaKind, code: str) -> None:
+        """A limit was in the way."""
+        self.quota_refusals.labels(kind.value, code).inc()
 
     def upstream_failed(self, cause: str, *, retried: bool) -> None:
         self.upstream_failures.labels(cause, "yes" if retried else "no").inc()

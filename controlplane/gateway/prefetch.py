@@ -1,30 +1,42 @@
-"""Reading keys ahead, so that an outage of Postgres finds them known (F15).
+"""Reading policy ahead, so that an outage of Postgres finds it known (F15).
 
-Layer: service. Whenever the gateway starts to hear of policy changes it reads the usable keys once, up to the cache's
-size. What was read ahead is only ever used while Postgres cannot answer: a key's first use reads it again.
+Layer: service. Whenever the gateway starts to hear of policy changes it reads the usable keys and their tenants' quotas
+once, up to the caches' sizes. What was read ahead is only ever used while Postgres cannot answer: its first use reads
+it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
-from controlplane.gateway.auth import CAPACITY, KeyDirectory
 from controlplane.gateway.policy import PolicyChange
-from controlplane.tenants.schemas import KeyGrant
 
 logger = logging.getLogger("tidegate.gateway")
 
-LoadPage = Callable[[str], Awaitable[list[KeyGrant]]]
+T = TypeVar("T")
 
 
-class KeyPrefetch:
-    """`load` reads a page of keys after an id, empty at the end. `run` ends only by cancellation."""
+class Prefetch(Generic[T]):
+    """`load` reads a page after an id, empty at the end; `adopt` takes it; `id_of` names one. `most` are read in all.
+    `run` ends only by cancellation.
+    """
 
-    def __init__(self, load: LoadPage, keys: KeyDirectory) -> None:
+    def __init__(
+        self,
+        noun: str,
+        load: Callable[[str], Awaitable[Sequence[T]]],
+        adopt: Callable[[Sequence[T]], None],
+        id_of: Callable[[T], str],
+        most: int,
+    ) -> None:
+        self._noun = noun
         self._load = load
-        self._keys = keys
+        self._adopt = adopt
+        self._id_of = id_of
+        self._most = most
         self._wanted = asyncio.Event()
         self._changes = 0
 
@@ -44,16 +56,16 @@ class KeyPrefetch:
             try:
                 await self._read_all()
             except Exception as error:  # Postgres left again; listening anew will try again
-                logger.warning("API keys could not be read ahead (%s)", type(error).__name__)
+                logger.warning("%s could not be read ahead (%s)", self._noun, type(error).__name__)
 
     async def _read_all(self) -> None:
         after, read = "", 0
-        while read < CAPACITY:
+        while read < self._most:
             changes = self._changes
             page = await self._load(after)
             if changes != self._changes:
                 continue  # this page may be from before a change that was already announced
             if not page:
                 return
-            self._keys.adopt(page)
-            after, read = page[-1].key_id, read + len(page)
+            self._adopt(page)
+            after, read = self._id_of(page[-1]), read + len(page)

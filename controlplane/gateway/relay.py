@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 from litestar.types import Send
@@ -58,7 +58,7 @@ logger = logging.getLogger("tidegate.gateway")
 
 class Relay:
     """Relays one response and notes in the request's record what it saw. `on_first` is called when the record has
-    learned of a first token, any or visible.
+    learned of a first token, any or visible. `headers` go on the answer, whatever it is.
     """
 
     def __init__(
@@ -68,9 +68,11 @@ class Relay:
         *,
         hide_usage: bool,
         on_first: Callable[[RequestRecord], None],
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         self._record = record
         self._send = send
+        self._headers = headers
         self._on_first = on_first
         self.reading = ResponseReading(record.accepted, hide_usage=hide_usage)
         self.started = False
@@ -114,6 +116,7 @@ class Relay:
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             (HEADER_REQUEST.encode(), record.request_id.encode()),
+            *self._headers,
         ]
         await send_head(send, 200, headers)
         self.started = True
@@ -214,6 +217,7 @@ class Relay:
             named["retry-after"] = retry_after
         headers: Headers = [JSON_TYPE, (HEADER_REQUEST.encode(), self._record.request_id.encode())]
         headers += [(name.encode(), value.encode()) for name, value in named.items()]
+        headers += self._headers
         await respond(self._send, status, body, headers)
 
 

@@ -17,10 +17,13 @@ import time
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from controlplane.fleet.schemas import FleetView
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.quotas import QuotaDirectory
+from controlplane.quotas.schemas import Price, TenantQuotas
 from controlplane.settings import Secret
 from controlplane.tenants.schemas import KeyGrant
 
@@ -44,6 +47,9 @@ class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     written_at: float
     grants: list[KeyGrant]
     fleet: FleetView | None = None
+    quotas: list[TenantQuotas] = []
+    """Without prices, which are every tenant's."""
+    prices: tuple[Price, ...] = ()
 
 
 class SnapshotFile:
@@ -51,7 +57,7 @@ class SnapshotFile:
 
     def __init__(self, path: Path, gateway: str, secret: Secret) -> None:
         self.path = path
-        self._gateway = gateway
+        self.gateway = gateway
         self._key = hmac.digest(secret.reveal().encode(), PURPOSE, "sha256")
         self._epoch = -1
         """The newest epoch this process has written or read."""
@@ -77,7 +83,7 @@ class SnapshotFile:
             snapshot = msgspec.msgpack.decode(payload, type=PolicySnapshot)
         except msgspec.DecodeError as error:
             raise SnapshotRefusedError("the policy snapshot cannot be decoded") from error
-        if snapshot.gateway != self._gateway:
+        if snapshot.gateway != self.gateway:
             raise SnapshotRefusedError("the policy snapshot belongs to another gateway")
         if snapshot.epoch < max(not_before, self._epoch):
             raise SnapshotRefusedError(f"the policy snapshot is of epoch {snapshot.epoch}, a newer one was seen")
@@ -114,12 +120,18 @@ class SnapshotKeeper:
     """
 
     def __init__(
-        self, file: SnapshotFile, gateway: str, keys: KeyDirectory, fleet: FleetDirectory, changed: asyncio.Event
+        self,
+        file: SnapshotFile,
+        *,
+        keys: KeyDirectory,
+        fleet: FleetDirectory,
+        quotas: QuotaDirectory,
+        changed: asyncio.Event,
     ) -> None:
         self._file = file
-        self._gateway = gateway
         self._keys = keys
         self._fleet = fleet
+        self._quotas = quotas
         self._changed = changed
         self._failing = False
 
@@ -133,6 +145,7 @@ class SnapshotKeeper:
         if snapshot is None:
             return
         self._keys.adopt(snapshot.grants)
+        self._quotas.adopt(structs.replace(one, prices=snapshot.prices) for one in snapshot.quotas)
         if snapshot.fleet is not None:
             self._fleet.adopt(snapshot.fleet)
         logger.info("Took the policy of epoch %d from disk, with %d keys", snapshot.epoch, len(snapshot.grants))
@@ -146,13 +159,16 @@ class SnapshotKeeper:
 
     def snapshot(self) -> PolicySnapshot:
         """Policy as this process knows it now."""
-        view = self._fleet.view
+        view, quotas = self._fleet.view, self._quotas.known()
+        newest = max(quotas, key=lambda one: one.epoch, default=None)
         return PolicySnapshot(
             epoch=view.epoch if view else 0,
-            gateway=self._gateway,
+            gateway=self._file.gateway,
             written_at=time.time(),
             grants=[grant for grant in self._keys.known() if not grant.revoked],
             fleet=view,
+            quotas=[structs.replace(one, prices=()) for one in quotas],
+            prices=newest.prices if newest is not None else (),
         )
 
     def save(self, snapshot: PolicySnapshot) -> None:

@@ -156,12 +156,14 @@ async def end_grant(session: AsyncSession, quota_id: UUID, grant_id: UUID, now: 
     return found.one_or_none()
 
 
-async def with_grants(session: AsyncSession, tenant_id: UUID, now: datetime) -> list[tuple[Quota, Grant | None]]:
-    """All limits of a tenant in a fixed order, each once for every raise in force or yet to come, else once."""
+async def with_grants(
+    session: AsyncSession, tenant_ids: Collection[UUID], now: datetime
+) -> list[tuple[Quota, Grant | None]]:
+    """All limits of these tenants in a fixed order, each once for every raise in force or yet to come, else once."""
     found = await session.execute(
         select(Quota, Grant)
         .outerjoin(Grant, and_(Grant.quota_id == Quota.id, Grant.expires_at > now))
-        .where(Quota.tenant_id == tenant_id)
-        .order_by(Quota.kind, Quota.model, Quota.id, Grant.starts_at, Grant.id)
+        .where(Quota.tenant_id.in_(tenant_ids))
+        .order_by(Quota.tenant_id, Quota.kind, Quota.model, Quota.id, Grant.starts_at, Grant.id)
     )
     return [(row[0], row[1]) for row in found]

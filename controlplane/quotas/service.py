@@ -6,7 +6,7 @@ gateways, so nothing here has to. Prices are `price_service`'s, requests for mor
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from controlplane.quotas.models import Grant, Quota
 from controlplane.quotas.schemas import Away, Limit, QuotaKind, QuotaLevel, Raise, TenantQuotas
 from controlplane.quotas.validation import check_more, check_name, check_quota, check_span, check_text
 from controlplane.quotas.views import LARGEST_AMOUNT, GrantSpec, GrantView, QuotaPatch, QuotaSpec, QuotaView
-from controlplane.tenants.owner import resolve_owner
+from controlplane.tenants.owner import Owner, active_owners, resolve_owner
 
 MOST_QUOTAS = 10_000
 """Limits of one tenant."""
@@ -183,20 +183,34 @@ async def load_tenant_quotas(session: AsyncSession, tenant_id: UUID | str) -> Te
 
     Raises NotFoundError. What changes while it is read is announced with a later epoch: read it again then.
     """
-    owner = await resolve_owner(session, UUID(str(tenant_id)))
-    limits: dict[UUID, tuple[Quota, list[Raise]]] = {}
-    for row, raised in await repository.with_grants(session, owner.tenant_id, _now()):
-        _, raises = limits.setdefault(row.id, (row, []))
+    return (await _load(session, [await resolve_owner(session, UUID(str(tenant_id)))]))[0]
+
+
+async def load_quotas(session: AsyncSession, *, after_id: str = "", limit: int = 500) -> list[TenantQuotas]:
+    """The same for active tenants in id order, for a gateway's snapshot: call again with the last id. Three queries."""
+    return await _load(session, await active_owners(session, after=UUID(after_id) if after_id else None, limit=limit))
+
+
+async def _load(session: AsyncSession, owners: Sequence[Owner]) -> list[TenantQuotas]:
+    if not owners:
+        return []
+    limits: dict[UUID, dict[UUID, tuple[Quota, list[Raise]]]] = {owner.tenant_id: {} for owner in owners}
+    for row, raised in await repository.with_grants(session, limits.keys(), _now()):
+        _, raises = limits[row.tenant_id].setdefault(row.id, (row, []))
         if raised is not None:
             raises.append(_raise(raised))
-    return TenantQuotas(
-        tenant_id=str(owner.tenant_id),
-        tenant=owner.tenant,
-        time_zone=owner.time_zone,
-        limits=tuple(_limit(row, raises) for row, raises in limits.values()),
-        prices=await price_service.prices_in_force(session),
-        epoch=owner.epoch,
-    )
+    prices = await price_service.prices_in_force(session)
+    return [
+        TenantQuotas(
+            tenant_id=str(owner.tenant_id),
+            tenant=owner.tenant,
+            time_zone=owner.time_zone,
+            limits=tuple(_limit(row, raises) for row, raises in limits[owner.tenant_id].values()),
+            prices=prices,
+            epoch=owner.epoch,
+        )
+        for owner in owners
+    ]
 
 
 def quota_view(row: Quota, raised: int = 0) -> QuotaView:

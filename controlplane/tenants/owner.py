@@ -56,3 +56,16 @@ async def resolve_owner(
     return Owner(
         tenant_id=tenant_id, tenant=slug, time_zone=time_zone, epoch=epoch, project_id=project_id, identity=identity
     )
+
+
+async def active_owners(session: AsyncSession, *, after: UUID | None, limit: int) -> list[Owner]:
+    """Active tenants in id order, those after `after`. One query."""
+    epoch = select(PolicyState.epoch).scalar_subquery()
+    query = select(Tenant.id, Tenant.slug, Tenant.time_zone, epoch).where(Tenant.active).order_by(Tenant.id)
+    if after is not None:
+        query = query.where(Tenant.id > after)
+    found = await session.execute(query.limit(limit))
+    return [
+        Owner(tenant_id=tenant_id, tenant=slug, time_zone=zone, epoch=at, project_id=None, identity=None)
+        for tenant_id, slug, zone, at in found
+    ]

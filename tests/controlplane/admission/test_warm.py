@@ -35,8 +35,8 @@ async def test_many_requests_wait_for_one_sum_of_each_cold_counter(redis: Redis)
         summing.remove(kind)
         return 905, world.now
 
-    warmer = Warmer(world.leases, ledger)
-    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now)) for i in range(50)]
+    warmer = Warmer(world.leases)
+    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now), ledger) for i in range(50)]
     outcomes = await asyncio.gather(*asked)
     assert set(summed) == {DAILY, MONTHLY}
     assert len(summed) < len(outcomes) / 5
@@ -51,7 +51,7 @@ async def test_windows_are_computed_again_for_the_servers_time(redis: Redis) -> 
         return 0, world.now
 
     late = world.now - 5 * 86_400
-    outcome = await Warmer(world.leases, ledger).acquire(TENANT, "one", lambda now: charges_at(now or late))
+    outcome = await Warmer(world.leases).acquire(TENANT, "one", lambda now: charges_at(now or late), ledger)
     assert isinstance(outcome, Granted)
     assert outcome.lease.charges[0].window == windows_at(world.now).day
 
@@ -66,11 +66,11 @@ async def test_a_ledger_that_cannot_be_summed_is_told_to_all_and_asked_again(red
             raise ConnectionError("no database")
         return 0, world.now
 
-    warmer = Warmer(world.leases, ledger)
-    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now)) for i in range(3)]
+    warmer = Warmer(world.leases)
+    asked = [warmer.acquire(TENANT, f"lease-{i}", lambda now: charges_at(now or world.now), ledger) for i in range(3)]
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     assert all(isinstance(one, ConnectionError) for one in outcomes)
-    assert isinstance(await warmer.acquire(TENANT, "next", lambda now: charges_at(now or world.now)), Granted)
+    assert isinstance(await warmer.acquire(TENANT, "next", lambda now: charges_at(now or world.now), ledger), Granted)
 
 
 async def test_a_counter_that_never_gets_warm_is_given_up(redis: Redis) -> None:
@@ -89,5 +89,5 @@ async def test_a_counter_that_never_gets_warm_is_given_up(redis: Redis) -> None:
         return charges_for(TENANT, limits, Use(input=10), windows_at(now or world.now))
 
     with pytest.raises(StoreRestlessError):
-        await Warmer(world.leases, ledger).acquire(TENANT, "one", days)
+        await Warmer(world.leases).acquire(TENANT, "one", days, ledger)
     assert summed <= 4

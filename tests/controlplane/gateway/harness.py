@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,15 +18,21 @@ from granian.server.embed import Server
 from litestar import Litestar
 from prometheus_client import CollectorRegistry
 
+from controlplane.admission.leases import Leases
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.component import mount
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.gateway import Gateway
+from controlplane.gateway.lease_metrics import LeaseCollector
 from controlplane.gateway.loads import LoadBoard
+from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.telemetry import Recorder
+from controlplane.quotas.schemas import Limit, Price, TenantQuotas
+from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
@@ -42,6 +49,11 @@ class Policy:
     """Keys and fleet as Postgres would hold them. `away` makes every read fail."""
 
     grants: dict[str, KeyGrant] = field(default_factory=dict)
+    limits: tuple[Limit, ...] = ()
+    """Of every tenant."""
+    prices: tuple[Price, ...] = ()
+    ledger: int = 0
+    """Units the ledger has for any counter."""
     view: FleetView = field(default_factory=lambda: FleetView(epoch=1, pools=[], replicas=[]))
     away: bool = False
     reads: int = 0
@@ -69,6 +81,23 @@ class Policy:
         if self.away:
             raise ConnectionRefusedError
         return self.grants.get(key_id)
+
+    async def load_quotas(self, tenant_id: str) -> TenantQuotas | None:
+        if self.away:
+            raise ConnectionRefusedError
+        return TenantQuotas(
+            tenant_id=tenant_id,
+            tenant="acme",
+            time_zone="UTC",
+            limits=self.limits,
+            prices=self.prices,
+            epoch=1,
+        )
+
+    async def sum_ledger(self, *_: object) -> tuple[int, float]:
+        if self.away:
+            raise ConnectionRefusedError
+        return self.ledger, time.time()
 
     async def load_fleet(self) -> FleetView:
         if self.away:
@@ -147,24 +176,43 @@ class Running:
 
 @asynccontextmanager
 async def running_gateway(
-    settings: Settings, *routes: ReplicaRoute, models: tuple[str, ...] = ("m",), listening: bool = True
+    settings: Settings,
+    *routes: ReplicaRoute,
+    models: tuple[str, ...] = ("m",),
+    listening: bool = True,
+    limits: tuple[Limit, ...] = (),
+    prices: tuple[Price, ...] = (),
 ) -> AsyncIterator[Running]:
-    """A gateway process's request side, in this loop, on a free port."""
-    policy = Policy(view=fleet(*routes, models=models))
+    """A gateway process's request side, in this loop, on a free port; leases lie in the Redis of `settings`."""
+    policy = Policy(view=fleet(*routes, models=models), limits=limits, prices=prices)
     registry = CollectorRegistry()
     keys = KeyDirectory(policy.load_grant)
     directory = FleetDirectory(policy.load_fleet)
     await directory.refresh()
+    quotas = QuotaDirectory(policy.load_quotas)
+    redis = create_redis(settings.redis_url)
+    leases = Leases(redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+    renewing = asyncio.create_task(leases.run())
     if listening:
         keys.on_listening()
+        quotas.on_listening()
         directory.on_listening()
     metrics = GatewayMetrics(registry)
+    LeaseCollector(leases, registry)
     log_path = settings.home / "gateway" / secrets.token_hex(4) / "requests.jsonl"
     recorder = Recorder()
     gateway = Gateway(
         settings,
         keys=keys,
         fleet=directory,
+        meter=Meter(
+            leases,
+            quotas,
+            directory,
+            policy.sum_ledger,
+            assumed_context=settings.assumed_context,
+            on_refused=metrics.quota_refused,
+        ),
         board=LoadBoard(settings.stale_after_s),
         recorder=recorder,
         request_log=RequestLog(log_path, on_dropped=metrics.log_lines_dropped.inc),
@@ -185,6 +233,11 @@ async def running_gateway(
         server.stop()
         async with asyncio.timeout(10):
             await serving
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        await leases.close()
+        await redis.aclose()
+        await quotas.close()
         await keys.close()
         await gateway.close()
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controlplane.errors import AuthenticationError, CapacityError, PermissionDeniedError, TidegateError
-from controlplane.gateway import auth
+from controlplane.gateway import auth, cache
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.policy import PolicyChange
 from controlplane.tenants.keys import mint
@@ -135,7 +135,7 @@ async def test_f16_while_nobody_would_tell_a_grant_older_than_a_second_is_read_a
     key = store.key()
     assert await outcome(keys, key) == "acme"
     store.set(key, revoked=True)
-    clock.now += auth.MAX_AGE_S
+    clock.now += cache.MAX_AGE_S
     assert await outcome(keys, key) == "acme"
     clock.now += 0.01
     assert await outcome(keys, key) == "api_key_revoked"
@@ -210,7 +210,7 @@ async def test_f15_postgres_away_known_keys_go_on_and_unknown_ones_get_503_never
         await keys.authenticate(f"Bearer {unknown}")
     assert int(refused.value.headers["retry-after"]) >= 1
     # an outage is asked about, not hammered: about one read for each RETRY_S
-    assert len(store.reads) < 120 * 0.5 / auth.RETRY_S * 2
+    assert len(store.reads) < 120 * 0.5 / cache.RETRY_S * 2
     store.away = False
     clock.now += 1.0
     assert await outcome(keys, unknown) == "acme"
@@ -219,7 +219,7 @@ async def test_f15_postgres_away_known_keys_go_on_and_unknown_ones_get_503_never
 async def test_f15_a_postgres_that_hangs_holds_up_a_known_key_only_briefly(
     keys: KeyDirectory, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "KNOWN_WAIT_S", 0.05)
+    monkeypatch.setattr(cache, "KNOWN_WAIT_S", 0.05)
     key = store.key()
     assert await outcome(keys, key) == "acme"
     store.hold = asyncio.Event()
@@ -315,7 +315,7 @@ async def test_a_key_created_after_it_was_asked_for_works_once_announced(keys: K
 async def test_junk_keys_are_rationed_and_cost_known_keys_nothing(
     keys: KeyDirectory, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "UNKNOWN_CAPACITY", 100)
+    monkeypatch.setattr(keys.cache, "capacity", 100)
     keys.on_listening()
     known = store.key()
     assert await outcome(keys, known) == "acme"
@@ -323,7 +323,7 @@ async def test_junk_keys_are_rationed_and_cost_known_keys_nothing(
     assert answers.count("key_lookups_busy") >= 195
     assert "acme" not in answers
     assert len(store.reads) <= auth.UNKNOWN_BURST + 1
-    assert len(keys._unknown) <= 100
+    assert len(keys.cache._absent) <= 100
     assert await outcome(keys, known) == "acme"
     clock.now += 1.0
     reads = len(store.reads)
@@ -348,15 +348,15 @@ async def test_reads_at_once_and_waiting_are_bounded(keys: KeyDirectory, store: 
     await asyncio.sleep(0.05)
     store.hold.set()
     answers = await asyncio.gather(*asking)
-    assert store.most_at_once <= auth.READS_AT_ONCE
-    assert answers.count("acme") == auth.READS_WAITING
-    assert answers.count("key_lookups_busy") == 400 - auth.READS_WAITING
+    assert store.most_at_once <= cache.READS_AT_ONCE
+    assert answers.count("acme") == cache.READS_WAITING
+    assert answers.count("key_lookups_busy") == 400 - cache.READS_WAITING
 
 
 async def test_the_cache_of_known_keys_is_bounded_and_keeps_the_recent(
     keys: KeyDirectory, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "CAPACITY", 10)
+    monkeypatch.setattr(keys.cache, "capacity", 10)
     keys.on_listening()
     texts = [store.key() for _ in range(12)]
     for text in texts:

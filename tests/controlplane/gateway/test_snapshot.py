@@ -14,7 +14,9 @@ from controlplane.gateway import snapshot as module
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.policy import PolicyChange
+from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.snapshot import MAGIC, PolicySnapshot, SnapshotFile, SnapshotKeeper, SnapshotRefusedError
+from controlplane.quotas.schemas import TenantQuotas
 from controlplane.settings import Secret
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
@@ -119,12 +121,19 @@ class Away:
     async def fleet(self) -> FleetView:
         raise ConnectionRefusedError
 
+    async def quotas(self, tenant_id: str) -> TenantQuotas | None:
+        raise ConnectionRefusedError
+
+
+def keeper_of(file: SnapshotFile, keys: KeyDirectory, fleet: FleetDirectory) -> SnapshotKeeper:
+    return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=QuotaDirectory(Away().quotas), changed=asyncio.Event())
+
 
 async def test_a_gateway_starts_from_the_file_and_serves_known_keys_without_postgres(file: SnapshotFile) -> None:
     key, known = grant()
     file.save(made(grants=[known]))
     keys, fleet = KeyDirectory(Away().grant), FleetDirectory(Away().fleet)
-    SnapshotKeeper(SnapshotFile(file.path, "gw", SECRET), "gw", keys, fleet, asyncio.Event()).restore()
+    keeper_of(SnapshotFile(file.path, "gw", SECRET), keys, fleet).restore()
     assert await keys.authenticate(f"Bearer {key}") == known
     assert fleet.pool("m") is not None
     assert [route.replica for route in fleet.replicas("m")] == ["r0"]
@@ -137,7 +146,7 @@ async def test_a_refused_file_is_left_alone_and_said_so(file: SnapshotFile, capl
     file.save(made())
     file.path.write_bytes(file.path.read_bytes()[:-1])
     keys, fleet = KeyDirectory(Away().grant), FleetDirectory(Away().fleet)
-    SnapshotKeeper(file, "gw", keys, fleet, asyncio.Event()).restore()
+    keeper_of(file, keys, fleet).restore()
     assert keys.known() == []
     assert fleet.view is None
     assert "signature" in caplog.text
@@ -157,10 +166,13 @@ async def test_the_keeper_writes_after_a_change_and_drops_what_was_revoked(
     async def load_fleet() -> FleetView:
         return view(8)
 
+    async def load_quotas(tenant_id: str) -> TenantQuotas | None:
+        return None
+
     changed = asyncio.Event()
     keys, fleet = KeyDirectory(load, on_learned=changed.set), FleetDirectory(load_fleet, lambda _: changed.set())
     keys.on_listening()
-    keeper = SnapshotKeeper(file, "gw", keys, fleet, changed)
+    keeper = SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=QuotaDirectory(load_quotas), changed=changed)
     running = asyncio.create_task(keeper.run())
     await fleet.refresh()
     keys.adopt(store.values())
@@ -187,7 +199,7 @@ async def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capl
     blocked = tmp_path / "file"
     blocked.write_text("")
     file = SnapshotFile(blocked / "policy.snapshot", "gw", SECRET)
-    keeper = SnapshotKeeper(file, "gw", KeyDirectory(Away().grant), FleetDirectory(Away().fleet), asyncio.Event())
+    keeper = keeper_of(file, KeyDirectory(Away().grant), FleetDirectory(Away().fleet))
     for _ in range(3):
         keeper.save(made())
     assert caplog.text.count("cannot be written") == 1

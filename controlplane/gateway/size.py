@@ -1,0 +1,122 @@
+"""How much a request may use at worst, read from its body without a tokenizer.
+
+Layer: service. Pure. A token of a text stands for at least one of its UTF-8 bytes, and JSON text is never shorter than
+what it says, so the bytes of the members that become the prompt bound its tokens; what a chat template adds of its own
+is bounded by a constant. For plain English that is about four times too much: what was not used is given back when the
+engine has counted. It is not counted exactly where the bound is refused, because the gateway holds no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from controlplane.admission.charges import MOST
+from controlplane.errors import InvalidRequestError
+
+TEMPLATE_TOKENS = 128
+"""A chat template's own words: default system prompt, role marks. Per message they are fewer than the bytes of its
+JSON braces and keys."""
+TOOLS_TEMPLATE_TOKENS = 256
+"""What a template says about tools, besides the tools."""
+COMPLETION_OUTPUT = 16
+"""OpenAI's default of `max_tokens` for /v1/completions."""
+SIZE_KEYS = (
+    "messages",
+    "prompt",
+    "suffix",
+    "tools",
+    "functions",
+    "n",
+    "best_of",
+    "max_tokens",
+    "max_completion_tokens",
+)
+"""The members that decide how large a request is."""
+
+_INTEGER = msgspec.json.Decoder(int)
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class Size(msgspec.Struct, frozen=True, gc=False):
+    """`prompt` bounds the tokens of all `prompts` together; each has `samples` answers of at most `output` tokens, None
+    for as many as the context leaves.
+    """
+
+    prompt: int
+    prompts: int
+    samples: int
+    output: int | None
+    chat: bool
+    """The prompt is `messages`."""
+    unclear: str = ""
+    """The member that tells the samples and is no whole number: nobody could say how many it means."""
+
+    def input_tokens(self, context: int) -> int:
+        """At most; `context` is the most a prompt can have."""
+        return min(self.prompt, context * self.prompts, MOST)
+
+    def output_tokens(self, context: int) -> int:
+        """At most, in all answers together. Raises InvalidRequestError (400) when their number is unclear."""
+        if self.unclear:
+            raise InvalidRequestError(
+                f"{self.unclear} must be a whole number.", code="invalid_type", param=self.unclear
+            )
+        each = context if self.output is None else min(self.output, context)
+        return min(each * self.samples * self.prompts, MOST)
+
+
+def read_size(members: Mapping[str, msgspec.Raw]) -> Size:
+    """The size of a request with these members. A limit that is no number counts as none."""
+    counts = {name: _count(members[name]) for name in ("n", "best_of") if name in members}
+    unclear = next((name for name, count in counts.items() if count is None), "")
+    samples = min(max((count or 1 for count in counts.values()), default=1), MOST)
+    texts = sum(
+        len(memoryview(members[name])) for name in ("messages", "suffix", "tools", "functions") if name in members
+    )
+    chat = "messages" in members
+    if chat:
+        texts += TEMPLATE_TOKENS
+    if "tools" in members or "functions" in members:
+        texts += TOOLS_TEMPLATE_TOKENS
+    prompt, prompts = _prompts(members["prompt"]) if "prompt" in members else (0, 1)
+    output = _output(members, None if chat else COMPLETION_OUTPUT)
+    return Size(texts + prompt, prompts, max(1, samples), output, chat, unclear)
+
+
+def _prompts(raw: msgspec.Raw) -> tuple[int, int]:
+    """Most tokens of a `prompt`, and how many prompts it is: a text, texts, token ids, or lists of token ids."""
+    text = bytes(raw)
+    if not text.startswith(b"["):
+        return len(text), 1
+    items = _LIST.decode(text)
+    first = bytes(items[0])[:1] if items else b""
+    if first == b'"':
+        return len(text), len(items)
+    if b'"' in text:  # of no shape that an engine takes
+        return len(text), max(1, len(items))
+    return text.count(b",") + 1, len(items) if first == b"[" else 1
+
+
+def _count(raw: msgspec.Raw) -> int | None:
+    if bytes(raw) == b"null":
+        return 1
+    try:
+        return _INTEGER.decode(raw)
+    except msgspec.DecodeError:
+        return None
+
+
+def _output(members: Mapping[str, msgspec.Raw], default: int | None) -> int | None:
+    """The larger of the limits that the body sets, so that it holds whichever of them counts."""
+    limits: list[int] = []
+    for name in ("max_tokens", "max_completion_tokens"):
+        raw = members.get(name)
+        if raw is None or bytes(raw) == b"null":
+            continue
+        try:
+            limits.append(max(0, _INTEGER.decode(raw)))
+        except msgspec.DecodeError:
+            return None
+    return max(limits) if limits else default
