@@ -47,13 +47,13 @@ def tidegate(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProces
 
 
 @contextmanager
-def serving(role: str, settings: Settings) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def serving(role: str, settings: Settings, **more: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A `tidegate serve` that answers /healthz, and its port; whatever is left of it is killed."""
     port = free_port()
     command = [sys.executable, "-m", "controlplane", "serve", role, "--port", str(port)]
     settings.home.mkdir(parents=True, exist_ok=True)
     with (settings.home / f"{role}.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment(settings), cwd="/", stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=environment(settings, **more), cwd="/", stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + START_S
         while not answers(port):

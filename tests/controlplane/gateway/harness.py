@@ -182,6 +182,7 @@ async def running_gateway(
     listening: bool = True,
     limits: tuple[Limit, ...] = (),
     prices: tuple[Price, ...] = (),
+    leases: Leases | None = None,
 ) -> AsyncIterator[Running]:
     """A gateway process's request side, in this loop, on a free port; leases lie in the Redis of `settings`."""
     policy = Policy(view=fleet(*routes, models=models), limits=limits, prices=prices)
@@ -191,7 +192,7 @@ async def running_gateway(
     await directory.refresh()
     quotas = QuotaDirectory(policy.load_quotas)
     redis = create_redis(settings.redis_url)
-    leases = Leases(redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+    leases = leases or Leases(redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
     renewing = asyncio.create_task(leases.run())
     if listening:
         keys.on_listening()
