@@ -51,6 +51,10 @@ def test_what_must_be_said_is_named(name: str) -> None:
         ("TIDEGATE_STALE_AFTER_S", "-5", "a number of seconds above 0 and up to 86400"),
         ("TIDEGATE_LOST_AFTER_S", "nan", "a number of seconds above 0 and up to 86400"),
         ("TIDEGATE_REPORT_INTERVAL_S", "0", "a number of seconds above 0 and up to 86400"),
+        ("TIDEGATE_LEASE_DEADLINE_MS", "0", "a whole number of milliseconds from 1 to 60000"),
+        ("TIDEGATE_LEASE_DEADLINE_MS", "2.5", "a whole number of milliseconds from 1 to 60000"),
+        ("TIDEGATE_LEASE_TTL_S", "2", "a number of seconds from 3 to 3600"),
+        ("TIDEGATE_ASSUMED_CONTEXT", "0", "a whole number of tokens from 1 to 2147483648"),
         ("TIDEGATE_METRICS_OPEN", "maybe", "true or false"),
         ("TIDEGATE_COOKIE_SECURE", "2", "true or false"),
         ("TIDEGATE_LOG_LEVEL", "LOUD", "one of CRITICAL, ERROR, WARNING, INFO, DEBUG"),
@@ -70,6 +74,14 @@ def test_a_gateway_id_is_a_folder_name(value: str) -> None:
 @pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "http://h:0", "http://:7300", "http://[::1"])
 def test_an_address_names_a_host_and_a_possible_port(url: str) -> None:
     assert refused(TIDEGATE_CONTROL_URL=url) == f"TIDEGATE_CONTROL_URL={url!r} is not valid: its host or port is wrong"
+
+
+def test_a_lease_outlives_a_missed_renewal() -> None:
+    assert refused(TIDEGATE_LEASE_DEADLINE_MS="20000") == (
+        "TIDEGATE_LEASE_DEADLINE_MS=20000 is not valid: it must be less than a third of TIDEGATE_LEASE_TTL_S, "
+        "which is 60 s"
+    )
+    assert Settings.from_env({**GOOD, "TIDEGATE_LEASE_DEADLINE_MS": "20000", "TIDEGATE_LEASE_TTL_S": "61"})
 
 
 def test_a_replica_is_stale_before_it_is_lost() -> None:
