@@ -64,6 +64,7 @@ from controlplane.admission.charges import NOTHING, Charge, Use
 from controlplane.admission.circuit import Circuit
 from controlplane.admission.local import RETRY_S, LocalCounters, local_limit
 from controlplane.admission.outbox import EndedLease, Outbox
+from controlplane.admission.patience import Patience
 from controlplane.quotas.schemas import Away
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class Tally:
 
 
 class Leases:
-    """One process's leases. `redis` must answer with bytes; a call takes at most `deadline_s` seconds.
+    """One process's leases. `redis` must answer with bytes; a call waits `deadline_s` seconds at most, `Patience`'s.
 
     `run` keeps the leases of requests in flight alive. `close` after the last request.
     """
@@ -327,7 +328,7 @@ class Leases:
             self.tally.not_asked += 1
             return _Silence.NOT_ASKED
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with Patience(self._deadline_s):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
         except _AWAY:
             self.tally.not_answered += 1
