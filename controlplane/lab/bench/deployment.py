@@ -32,12 +32,21 @@ from controlplane.local.ports import free_ports
 from controlplane.local.process import answers_ok
 from controlplane.local.stack import Options, Ports, Running, Stack, model_names
 from controlplane.local.valkey import EmbeddedValkey
+from controlplane.quotas.schemas import QuotaKind
 from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
 
 TENANT = "bench"
 MAX_IN_FLIGHT = 128
 """Bound of requests in flight at the gateway: above every concurrency measured, small enough to be filled."""
+LIMITED = (
+    QuotaKind.REQUESTS_PER_MINUTE,
+    QuotaKind.TOKENS_PER_MINUTE,
+    QuotaKind.CONCURRENT_REQUESTS,
+    QuotaKind.TOKENS_PER_MONTH,
+)
+"""Limits that every request takes a lease on: one of each counter, and two of a minute."""
+UNREACHED = 10**12
 READY_S = 30.0
 OURS = ("TIDEGATE_", "DATABASE_URL", "REDIS_URL")
 
@@ -135,9 +144,11 @@ class Deployment:
         self._wait_for_route()
 
     def _key(self, running: Running) -> str:
-        """A new tenant's key, made as an operator makes it."""
+        """A new tenant's key and limits, made as an operator makes them."""
         admin = AdminClient(running.console_url, Secret(running.admin.api_token))
         admin.call("POST", "/tenants", {"slug": TENANT, "name": "Bench"})
+        for kind in LIMITED:
+            admin.call("POST", f"/tenants/{TENANT}/quotas", {"kind": kind.value, "hard": UNREACHED})
         created = admin.call("POST", f"/tenants/{TENANT}/keys", {"name": "bench"})
         return str(created["key"])
 
