@@ -60,10 +60,10 @@ class Receiver:
     def __init__(self) -> None:
         self.rows: dict[tuple[int, str, str, str], tuple[int, bytes]] = {}
 
-    def take(self, report: GatewayReport) -> None:
+    def take(self, report: GatewayReport, now: float) -> None:
         check_gateway_report(report)
         for window in report.windows:
-            check_gateway_window(window, Wall().now)
+            check_gateway_window(window, now)
             for series in window.series:
                 check_series(series)
                 key = (window.start, series.tenant, series.pool, series.replica)
@@ -228,7 +228,7 @@ def test_f28_the_receiver_ends_with_every_count_once_whatever_is_lost(steps: lis
             else:
                 sent, versions = report()
                 if step in {"stored", "lost answer"}:
-                    receiver.take(sent)
+                    receiver.take(sent, wall.now)
                 if step == "stored":
                     recorder.acknowledge(versions)
                 elif step == "refused":
@@ -257,7 +257,7 @@ class Control:
         self.reports.append(report)
         if self.mode == "away":
             return web.Response(status=503)
-        self.receiver.take(report)
+        self.receiver.take(report, Wall().now)
         if self.mode == "drop":
             assert request.transport is not None
             request.transport.abort()
