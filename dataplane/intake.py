@@ -62,6 +62,10 @@ class Intake:
             raise _named(error, call) from None
         return prepared
 
+    async def count(self, call: Call, ready: CoreReady) -> list[int]:
+        """Tokens of each prompt. Raises ApiError."""
+        return [len(prompt) for prompt in await self._encode(call, ready.max_model_len)]
+
     async def _encode(self, call: Call, limit: int) -> list[list[int]]:
         if isinstance(call, ChatCall):
             size = sum(len(message["content"]) + 16 for message in call.messages) + 256 * len(call.tools.tools)

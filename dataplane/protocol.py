@@ -12,7 +12,7 @@ as named.
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -453,6 +453,18 @@ class GatewayReport(Message, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------------------------------------------
 # Gateway → replica headers
 # --------------------------------------------------------------------------------------------------------------
+
+COUNT_SUFFIX = "/tokens"
+"""Below the address of a generating route: the tokens of its body's prompts, nothing generated."""
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    """What the counting routes answer, in JSON."""
+
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    """Of all prompts together."""
+    prompts: Annotated[int, msgspec.Meta(ge=1)] = 1
+
 
 HEADER_ATTEMPT = "x-tidegate-attempt"
 HEADER_TENANT = "x-tidegate-tenant"

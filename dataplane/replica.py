@@ -151,6 +151,10 @@ class Replica:
             raise unavailable("the replica has too many requests in flight", code="overloaded", retry_after_s=1.0)
         return self._submit(call, caller, accepted, prepared)
 
+    async def count(self, call: Call) -> list[int]:
+        """Tokens of each of the call's prompts. Raises ApiError; 503 while no core has told the model's context."""
+        return await self._intake.count(call, self._ready())
+
     def check_open(self) -> None:
         """Raises ApiError 503 unless new requests are taken now."""
         if self.state is not ReplicaState.READY:

@@ -156,11 +156,19 @@ class Exchange:
     async def _metered(self, request: InferenceBody, send: Send) -> None:
         """Deliver under a lease, and settle it however that ends."""
         meter = self._gateway.meter
-        held = await meter.take(self._grant, request)
+        held = await meter.take(self._grant, request, self._count)
         try:
             await self._deliver(held, request, send)
         finally:
             await meter.settle(held, self._used(held))
+
+    async def _count(self, request: InferenceBody) -> int | None:
+        """Tokens of the prompts, as a replica counts them; None when none can tell."""
+        replica = self._route(request.model, set())
+        if replica is None:
+            return None
+        url = replica.url + UPSTREAM_PREFIX + self._path
+        return await self._gateway.count(url, {HEADER_REQUEST: self.record.request_id}, request.forward)
 
     def _used(self, held: Held) -> Use:
         """What the lease is settled to."""

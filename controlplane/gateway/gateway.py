@@ -18,6 +18,7 @@ import aiohttp
 
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.counting import PromptCounter
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
@@ -66,6 +67,7 @@ class Gateway:
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._upstream: Upstream | None = None
+        self._counter: PromptCounter | None = None
         self.draining = False
         self.cutting = False
         """Requests still running are being ended now."""
@@ -77,6 +79,7 @@ class Gateway:
     def open(self) -> None:
         """Start taking requests."""
         self._upstream = Upstream(self.settings)
+        self._counter = PromptCounter(self._upstream)
 
     async def close(self) -> None:
         """Close the connections to replicas."""
@@ -84,10 +87,17 @@ class Gateway:
             await self._upstream.close()
 
     async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
-        """Send a request that holds `lease` to a replica; there is no other way to one (F3). Raises UpstreamFailure."""
+        """Send a request that holds `lease` to a replica; there is no other way to one (F3), but to have
+        its prompt counted. Raises UpstreamFailure.
+        """
         assert isinstance(lease, Lease), "nothing is dispatched without a lease"
         assert self._upstream is not None, "the gateway is not open"
         return await self._upstream.post(url, headers, body)
+
+    async def count(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
+        """Tokens of the prompts of `body`, which the replica at `url` would generate from; None when nobody told."""
+        assert self._counter is not None, "the gateway is not open"
+        return await self._counter.count(url, headers, body)
 
     @property
     def in_flight(self) -> int:

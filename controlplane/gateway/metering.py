@@ -1,9 +1,10 @@
 """Taking a lease for a request before it is dispatched, and settling it to what the engine said it used.
 
-Layer: service. What a request may use at worst is bounded without a tokenizer (`size`), so a limit that is nearly used
-up may refuse a request that an exact count would let pass; the unused part is given back at settlement. Device time has
-no bound in advance: it is neither reserved nor settled here, and counts against money when a counter is next summed
-from the ledger. A request that no limit concerns gets a lease without charges and costs no call.
+Layer: service. What a request may use at worst is bounded without a tokenizer (`size`). Where a limit is in the way of
+the bound and perhaps not of the prompt's true number of tokens, a replica counts them and the limits are asked once
+more; when none can tell, the bound stands. The unused part is given back at settlement. Device time has no bound in
+advance: it is neither reserved nor settled here, and counts against money when a counter is next summed from the
+ledger. A request that no limit concerns gets a lease without charges and costs no call.
 """
 
 from __future__ import annotations
@@ -67,6 +68,43 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     relayed: int | None
 
 
+class _Blocked(msgspec.Struct, frozen=True):
+    """`error` is why. `amends`: a prompt much shorter than its bound would pass."""
+
+    error: TidegateError
+    kinds: tuple[QuotaKind, ...]
+    amends: bool
+
+
+class _Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request uses at worst and at least. `counted`: its prompts' tokens are no bound, they were counted."""
+
+    worst: Use
+    least: Use
+    counted: bool
+
+    def hides(self, limits: Sequence[Limit]) -> bool:
+        """Whether the bound alone cannot tell if a prompt is longer than one may be."""
+        amounts = [
+            amount
+            for limit in limits
+            if limit.kind is QuotaKind.MAX_PROMPT_TOKENS
+            for amount in (limit.soft, limit.hard)
+            if amount is not None
+        ]
+        return not self.counted and any(self.least.input <= amount < self.worst.input for amount in amounts)
+
+    def amends(self, outcome: Refused) -> bool:
+        """Whether all that refused the bound might let the true number pass."""
+        return not self.counted and all(
+            not one.away and one.used + self.least.units(one.kind) <= one.limit for one in outcome.refusals
+        )
+
+
+Count = Callable[[InferenceBody], Awaitable[int | None]]
+"""Tokens of a request's prompts as its replica counts them; None when none can tell."""
+
+
 class Meter:
     """`leases` are the process's; `sum_ledger` hydrates what the store has forgotten. `on_refused` is told of each
     limit that was in the way. `assumed_context` is of models whose replicas have not told theirs.
@@ -92,7 +130,7 @@ class Meter:
         self._on_refused = on_refused
         self._wall = wall
 
-    async def take(self, grant: KeyGrant, request: InferenceBody) -> Held:
+    async def take(self, grant: KeyGrant, request: InferenceBody, count: Count) -> Held:
         """A lease for the worst case of `request`. Raises RateLimitedError (429) when a limit is in the way,
         InvalidRequestError (400) when the request alone is larger than one may be, CapacityError (503) when nobody can
         tell.
@@ -101,23 +139,24 @@ class Meter:
         limits = tenant.limits_for(grant, request.model)
         if not limits:
             return Held(lease=_free(grant, self._wall()))
-        now = self._wall()
-        worst = self._worst(request, limits, tenant, now)
-        oversize = oversized(limits, worst, lambda limit: effective(limit, now))
-        if oversize and oversize[0].hard:
-            error = too_large(oversize[0], request.size_params)
-            self._on_refused(oversize[0].kind, error.code)
-            raise error
-        if all(limit.kind in SIZES for limit in limits):
-            granted = Granted(lease=_free(grant, now), standings=())
-        else:
-            granted = await self._acquire(grant, limits, tenant, worst)
-        return Held(
-            lease=granted.lease,
-            worst=worst,
-            headers=granted_headers(granted, oversize),
-            prices=tenant.quotas.prices if any(limit.kind in MONEY for limit in limits) else (),
+        context = self._fleet.context(request.model, self._assumed_context)
+        estimate = _Estimate(
+            worst=self._worst(request, request.size.input_tokens(context), limits, tenant),
+            least=self._worst(request, request.size.least_input, limits, tenant),
+            counted=request.size.exact,
         )
+        if estimate.hides(limits):
+            estimate = await self._counted(request, limits, tenant, estimate, count)
+        taken = await self._try(grant, request, limits, tenant, estimate)
+        if isinstance(taken, _Blocked) and taken.amends and not estimate.counted:
+            estimate = await self._counted(request, limits, tenant, estimate, count)
+            if estimate.counted:
+                taken = await self._try(grant, request, limits, tenant, estimate)
+        if isinstance(taken, Held):
+            return taken
+        for kind in taken.kinds:
+            self._on_refused(kind, taken.error.code)
+        raise taken.error
 
     async def settle(self, held: Held, use: Use) -> None:
         """End the lease with what was used, once. The store is told later when it is away."""
@@ -144,16 +183,63 @@ class Meter:
         price = money.settled(held.prices, record.pool, self._wall(), spent)
         return Use(input=read, uncached_input=read - cached, output=output, money=min(price, MOST))
 
-    def _worst(self, request: InferenceBody, limits: Sequence[Limit], tenant: TenantLimits, now: float) -> Use:
-        context = self._fleet.context(request.model, self._assumed_context)
-        read, written = request.size.input_tokens(context), request.size.output_tokens(context)
+    def _worst(self, request: InferenceBody, read: int, limits: Sequence[Limit], tenant: TenantLimits) -> Use:
+        """What the request may use at worst when its prompts have `read` tokens."""
+        written = request.size.output_tokens(self._fleet.context(request.model, self._assumed_context))
         price = 0
         if any(limit.kind in MONEY for limit in limits):
             use = money.Use(uncached_input=read, output=written)
-            price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), now, use)
+            price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), self._wall(), use)
         return Use(input=read, uncached_input=read, output=written, money=min(price, MOST))
 
-    async def _acquire(self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use) -> Granted:
+    async def _counted(
+        self,
+        request: InferenceBody,
+        limits: Sequence[Limit],
+        tenant: TenantLimits,
+        estimate: _Estimate,
+        count: Count,
+    ) -> _Estimate:
+        """The estimate with the prompt's true number; as it was when nobody can tell."""
+        read = await count(request)
+        if read is None:
+            return estimate
+        worst = self._worst(request, min(read, MOST), limits, tenant)
+        return _Estimate(worst=worst, least=worst, counted=True)
+
+    async def _try(
+        self,
+        grant: KeyGrant,
+        request: InferenceBody,
+        limits: Sequence[Limit],
+        tenant: TenantLimits,
+        estimate: _Estimate,
+    ) -> Held | _Blocked:
+        """Take a lease for the estimate's worst case. Raises TidegateError when nobody can tell."""
+        now = self._wall()
+        oversize = oversized(limits, estimate.worst, lambda limit: effective(limit, now))
+        if oversize and oversize[0].hard:
+            error = too_large(oversize[0], request.size_params, counted=estimate.counted)
+            return _Blocked(error, (oversize[0].kind,), amends=False)
+        if all(limit.kind in SIZES for limit in limits):
+            granted = Granted(lease=_free(grant, now), standings=())
+        else:
+            outcome = await self._acquire(grant, limits, tenant, estimate.worst)
+            if isinstance(outcome, Refused):
+                kinds = tuple(one.kind for one in outcome.refusals)
+                return _Blocked(refused(outcome), kinds, amends=estimate.amends(outcome))
+            granted = outcome
+        known = [one for one in oversize if estimate.counted or one.kind is not QuotaKind.MAX_PROMPT_TOKENS]
+        return Held(
+            lease=granted.lease,
+            worst=estimate.worst,
+            headers=granted_headers(granted, known),
+            prices=tenant.quotas.prices if any(limit.kind in MONEY for limit in limits) else (),
+        )
+
+    async def _acquire(
+        self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use
+    ) -> Granted | Refused:
         def charges_at(at: float | None) -> tuple[Charge, ...]:
             now = self._wall() if at is None else at
             return charges_for(grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: effective(limit, now))
@@ -169,14 +255,9 @@ class Meter:
             raise
         except Exception as error:
             raise self._unsure(error) from error
-        if isinstance(outcome, Granted):
+        if isinstance(outcome, Granted | Refused):
             return outcome
-        if not isinstance(outcome, Refused):
-            raise self._unsure(outcome)
-        refusal = refused(outcome)
-        for one in outcome.refusals:
-            self._on_refused(one.kind, refusal.code)
-        raise refusal
+        raise self._unsure(outcome)
 
     def _unsure(self, why: object) -> CapacityError:
         """Neither granted nor refused: the ledger could not be summed, or the store is in disorder."""

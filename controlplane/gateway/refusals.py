@@ -81,14 +81,15 @@ def refused(outcome: Refused) -> TidegateError:
     )
 
 
-def too_large(oversize: Oversize, params: tuple[str, str]) -> InvalidRequestError:
+def too_large(oversize: Oversize, params: tuple[str, str], *, counted: bool) -> InvalidRequestError:
     """The error for one request that is larger than a limit on single requests. `params` are the names under which the
-    client gave prompt and output limit.
+    client gave prompt and output limit; `counted` says that the prompt's tokens are not only bounded.
     """
     code = code_of(oversize.kind)
     limit = f"{_WHOSE[oversize.level]} limit is {oversize.limit} {_COUNTED[oversize.kind]}"
     if oversize.kind is QuotaKind.MAX_PROMPT_TOKENS:
-        message, param = f"The prompt could have {oversize.amount} tokens (at most one a byte); {limit}.", params[0]
+        tokens = f"has {oversize.amount} tokens" if counted else f"could have {oversize.amount} tokens (one a byte)"
+        message, param = f"The prompt {tokens}; {limit}.", params[0]
     else:
         message, param = f"The answers could have {oversize.amount} tokens; {limit}. Set {params[1]}.", params[1]
     return InvalidRequestError(message, code=code, param=param, headers={HEADER_REASON: _reason(code, oversize)})

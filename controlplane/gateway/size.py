@@ -3,7 +3,7 @@
 Layer: service. Pure. A token of a text stands for at least one of its UTF-8 bytes, and JSON text is never shorter than
 what it says, so the bytes of the members that become the prompt bound its tokens; what a chat template adds of its own
 is bounded by a constant. For plain English that is about four times too much: what was not used is given back when the
-engine has counted. It is not counted exactly where the bound is refused, because the gateway holds no tokenizer.
+engine has counted. Where the bound is in the way of a limit, a replica is asked to count (`counting`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ TEMPLATE_TOKENS = 128
 JSON braces and keys."""
 TOOLS_TEMPLATE_TOKENS = 256
 """What a template says about tools, besides the tools."""
+LONGEST_TOKEN = 128
+"""Bytes; few vocabularies have a longer one."""
 COMPLETION_OUTPUT = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 SIZE_KEYS = (
@@ -50,12 +52,19 @@ class Size(msgspec.Struct, frozen=True, gc=False):
     output: int | None
     chat: bool
     """The prompt is `messages`."""
+    exact: bool = False
+    """`prompt` is the number of token ids, no bound."""
     unclear: str = ""
     """The member that tells the samples and is no whole number: nobody could say how many it means."""
 
     def input_tokens(self, context: int) -> int:
         """At most; `context` is the most a prompt can have."""
         return min(self.prompt, context * self.prompts, MOST)
+
+    @property
+    def least_input(self) -> int:
+        """Hardly any prompt has fewer: below this it is not worth counting."""
+        return self.prompt if self.exact else min(self.prompt // LONGEST_TOKEN, MOST)
 
     def output_tokens(self, context: int) -> int:
         """At most, in all answers together. Raises InvalidRequestError (400) when their number is unclear."""
@@ -80,23 +89,26 @@ def read_size(members: Mapping[str, msgspec.Raw]) -> Size:
         texts += TEMPLATE_TOKENS
     if "tools" in members or "functions" in members:
         texts += TOOLS_TEMPLATE_TOKENS
-    prompt, prompts = _prompts(members["prompt"]) if "prompt" in members else (0, 1)
+    prompt, prompts, ids = _prompts(members["prompt"]) if "prompt" in members else (0, 1, False)
     output = _output(members, None if chat else COMPLETION_OUTPUT)
-    return Size(texts + prompt, prompts, max(1, samples), output, chat, unclear)
+    exact = ids and not texts
+    return Size(texts + prompt, prompts, max(1, samples), output, chat, exact=exact, unclear=unclear)
 
 
-def _prompts(raw: msgspec.Raw) -> tuple[int, int]:
-    """Most tokens of a `prompt`, and how many prompts it is: a text, texts, token ids, or lists of token ids."""
+def _prompts(raw: msgspec.Raw) -> tuple[int, int, bool]:
+    """Most tokens of a `prompt`, how many prompts it is, and whether these are token ids, so that the number is no
+    bound: a text, texts, token ids, or lists of token ids.
+    """
     text = bytes(raw)
     if not text.startswith(b"["):
-        return len(text), 1
+        return len(text), 1, False
     items = _LIST.decode(text)
     first = bytes(items[0])[:1] if items else b""
     if first == b'"':
-        return len(text), len(items)
+        return len(text), len(items), False
     if b'"' in text:  # of no shape that an engine takes
-        return len(text), max(1, len(items))
-    return text.count(b",") + 1, len(items) if first == b"[" else 1
+        return len(text), max(1, len(items)), False
+    return text.count(b",") + 1, len(items) if first == b"[" else 1, True
 
 
 def _count(raw: msgspec.Raw) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from dataplane.protocol import COUNT_SUFFIX
 from tests.services import free_port
 
 Behave = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
@@ -66,11 +67,16 @@ class Seen:
 
 @dataclass
 class FakeReplica:
-    """`behave` answers; `seen` lists the requests; `gone` counts clients that left; `active` those being answered."""
+    """`behave` answers; `seen` lists the requests; `gone` counts clients that left; `active` those being answered.
+
+    `tokens` is what it counts in any prompt, None for an engine that does not count; `counted` lists who asked for it.
+    """
 
     port: int
     behave: Behave
     seen: list[Seen] = field(default_factory=list)
+    tokens: int | None = None
+    counted: list[Seen] = field(default_factory=list)
     gone: int = 0
     active: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,6 +88,11 @@ class FakeReplica:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         headers = {name.lower(): value for name, value in request.headers.items()}
+        if request.path.endswith(COUNT_SUFFIX):
+            self.counted.append(Seen(request.path, headers, body))
+            if self.tokens is None:
+                return web.json_response({}, status=404)
+            return web.json_response({"prompt_tokens": self.tokens, "prompts": 1})
         self.seen.append(Seen(request.path, headers, body))
         self.active += 1
         try:

@@ -360,6 +360,65 @@ async def test_a_prompt_or_answer_that_is_too_long_is_refused_by_name(
         ] == 200
 
 
+@pytest.mark.parametrize(("tokens", "status"), [(98, 200), (99, 400), (None, 400)])
+async def test_a_prompt_is_counted_where_its_bytes_are_too_many(own: Settings, tokens: int | None, status: int) -> None:
+    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 98, soft=97),)
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
+        replica.tokens = tokens
+        async with served.post({**ASK, "messages": [{"role": "user", "content": "word " * 100}]}) as response:
+            assert response.status == status
+            body = await response.json()
+            if status == 400:
+                message = str(check_error(body, "max_prompt_tokens_exceeded")["message"])
+                assert ("has 99 tokens" if tokens else "(one a byte)") in message
+            else:
+                assert response.headers["x-tidegate-quota-warning"].endswith("used=98; soft=97")
+        assert [one.path for one in replica.counted] == ["/v1/chat/completions/tokens"]
+        assert "x-tidegate-tenant" not in replica.counted[0].headers
+        assert len(replica.seen) == (status == 200)
+
+
+async def test_a_prompt_that_is_surely_short_or_hopelessly_long_is_not_counted(own: Settings) -> None:
+    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 300),)
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
+        replica.tokens = 1
+        assert (await answer_of(served, ASK))[0] == 200
+        long = {**ASK, "messages": [{"role": "user", "content": "x" * 50_000}]}
+        assert (await answer_of(served, long))[1] == "max_prompt_tokens_exceeded"
+        ids = {"model": "m", "prompt": [1] * 301}
+        assert (await answer_of(served, ids, path="/v1/completions"))[1] == "max_prompt_tokens_exceeded"
+        assert not replica.counted
+
+
+async def test_a_rate_limit_that_the_bytes_would_pass_is_asked_with_the_counted_prompt(own: Settings) -> None:
+    tokens = limit(TPM, 1000)
+    long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(tokens,)) as served:
+        replica.tokens = 700
+        status, _, response = await answer_of(served, long)
+        assert status == 200
+        assert response.headers["x-ratelimit-remaining-tokens"] == str(1000 - 700 - 100)
+        await all_settled(served)
+        assert await used(served, tokens) == USED
+        replica.tokens = 901  # and 100 of output
+        _, code, response = await answer_of(served, long)
+        assert code == "tokens_per_minute_exceeded"
+        assert response.headers["x-should-retry"] == "false"
+        assert (len(replica.counted), len(replica.seen)) == (2, 1)
+
+
+async def test_where_nothing_is_left_nobody_counts(own: Settings) -> None:
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(limit(TPM, 1000), limit(RPM, 1))) as served,
+    ):
+        replica.tokens = 5
+        assert (await answer_of(served, ASK))[0] == 200
+        long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
+        assert (await answer_of(served, long))[0] == 429
+        assert not replica.counted
+
+
 async def test_above_a_soft_limit_a_request_passes_with_a_warning(own: Settings) -> None:
     limits = (limit(RPM, None, soft=1), limit(QuotaKind.MAX_OUTPUT_TOKENS, None, soft=50))
     async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
@@ -412,9 +471,15 @@ async def test_f12_clients_that_leave_at_random_moments_leave_no_lease(
         fake_replica(short) as brief,
         running_gateway(own, route(endless, "endless"), route(brief, "brief"), limits=(held, minute)) as served,
     ):
+        tally = served.gateway.meter.leases.tally
+        endless.behave = short
+        started = time.monotonic()
+        await asyncio.gather(*(answer_of(served, ASK_STREAM) for _ in range(40)))
+        patience = 3 * (time.monotonic() - started)  # of this machine, now
+        endless.behave, warm = replicas.stream_forever, tally.granted
 
         async def visit(number: int) -> None:
-            async with asyncio.timeout(rng.uniform(0.001, 0.15)):
+            async with asyncio.timeout(rng.uniform(0.001, patience)):
                 headers = {"connection": "close"} if number % 2 else {}
                 async with served.post(rng.choice([ASK, ASK_STREAM]), headers=headers) as response:
                     await response.content.read()
@@ -423,8 +488,7 @@ async def test_f12_clients_that_leave_at_random_moments_leave_no_lease(
             await asyncio.gather(*(visit(i) for i in range(start, start + 40)), return_exceptions=True)
         await all_settled(served)
         await assert_nothing_left(served)
-        tally = served.gateway.meter.leases.tally
-        assert tally.granted > requests / 4
+        assert tally.granted - warm > requests / 4
         assert await used(served, held) == 0
         assert await redis.keys("*:concurrent_requests:") == []
 

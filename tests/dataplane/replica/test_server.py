@@ -137,6 +137,40 @@ async def test_f12_a_stream_that_is_left_frees_its_blocks(client: Client) -> Non
     assert aborted >= 1
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PARIS}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Ünïcödé 漢字 🦀"}], "stream": True}),
+        ("/v1/completions", {"prompt": ["Once upon a", "time there was a crab"]}),
+        ("/v1/completions", {"prompt": [1, 2, 3]}),
+    ],
+)
+async def test_prompts_are_counted_as_they_are_read(client: Client, path: str, fields: dict[str, Any]) -> None:
+    body = {"model": MODEL, "max_tokens": 1, **fields}
+    async with client.post(f"{path}/tokens", body) as answer:
+        assert answer.status == 200
+        counted = await answer.json()
+    async with client.post(path, {**body, "stream": False}) as answer:
+        whole = await answer.json()
+    assert counted == {"prompt_tokens": whole["usage"]["prompt_tokens"], "prompts": len(whole["choices"])}
+
+
+async def test_counting_needs_the_token_and_a_body_that_could_be_served(client: Client) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": PARIS}]}
+    async with client.post("/v1/chat/completions/tokens", body, authorization="Bearer wrong") as answer:
+        assert answer.status == 401
+    async with client.get("/v1/chat/completions/tokens") as answer:
+        assert answer.status == 405
+    async with client.post("/v1/chat/completions/tokens", {"model": MODEL}) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["param"] == "messages"
+    async with client.post(
+        "/v1/chat/completions/tokens", {**body, "messages": [{"role": "user", "content": "word " * 5000}]}
+    ) as answer:
+        assert (await answer.json())["error"]["code"] == "context_length_exceeded"
+
+
 async def test_several_prompts_are_several_choices(client: Client) -> None:
     tokenizer = smollm2_tokenizer()
     prompts = ["Once upon a time", "The sky is"]

@@ -1,0 +1,58 @@
+"""Asking a replica how many tokens a request's prompts have.
+
+Layer: service. Only for a request that the bound on its prompts (`size`) would have refused. Few are asked at a time
+and not for long: who cannot be told stays with the bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from controlplane.gateway.upstream import CLIENT_ERRORS, Upstream, UpstreamFailure
+from dataplane.protocol import COUNT_SUFFIX, TokenCount
+
+MOST_AT_ONCE = 16
+TIMEOUT_S = 2.0
+MOST_BYTES = 4096
+"""A longer answer is none."""
+
+logger = logging.getLogger("tidegate.gateway")
+
+_COUNT = msgspec.json.Decoder(TokenCount)
+
+
+class PromptCounter:
+    """Asks through `upstream`."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._asking = 0
+
+    async def count(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
+        """Tokens of all prompts of `body`, which `url` would generate from; None when nobody told."""
+        if self._asking >= MOST_AT_ONCE:
+            return None
+        self._asking += 1
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await self._ask(url + COUNT_SUFFIX, headers, body)
+        except (UpstreamFailure, *CLIENT_ERRORS, msgspec.MsgspecError) as error:
+            logger.warning("A replica did not count a prompt (%s); its bound stands", type(error).__name__)
+            return None
+        finally:
+            self._asking -= 1
+
+    async def _ask(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
+        response = await self._upstream.post(url, headers, body)
+        try:
+            if response.status != 200:
+                return None
+            answer = b""
+            while len(answer) <= MOST_BYTES and (data := await response.content.readany()):
+                answer += data
+        finally:
+            response.close()
+        return _COUNT.decode(answer).prompt_tokens if len(answer) <= MOST_BYTES else None
