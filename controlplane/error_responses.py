@@ -29,6 +29,9 @@ _NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 _NO_OBJECT = ("'data'", "Expected `object`")
 """What the framework says of a body that is empty (in a KeyError's words) or holds something else."""
 
+_UNREADABLE = "while deserializing"
+"""In the words of msgspec's own recursion errors, and of no other."""
+
 _TYPES = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
@@ -75,10 +78,13 @@ def on_http(request: Request[Any, Any, Any], error: HTTPException) -> Response[A
 
 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    """Text that cannot be stored (400), a store that is away (503), or a defect (500, logged with its traceback)."""
+    """What cannot be stored or read (400), a store that is away (503), or a defect (500, logged with its traceback)."""
+    refusal: TidegateError
     if unstorable(error):
-        refusal: TidegateError = InvalidRequestError("the request holds a character that cannot be stored")
+        refusal = InvalidRequestError("the request holds a character, a time or a number that cannot be stored")
         return on_expected(request, refusal)
+    if isinstance(error, RecursionError) and _UNREADABLE in str(error):
+        return on_expected(request, InvalidRequestError("the body is nested too deeply", param="body"))
     store = away(error)
     identifier = request_id(request.scope)
     if store is not None:
