@@ -60,7 +60,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an ended request that a replica took: its usage when the engine told it, else the tokens that
-    were relayed, None when nothing was said of an answer that arrived whole.
+    were relayed, None when nobody can tell: nothing was said of an answer that arrived whole, or the client left one
+    that was not streamed.
     """
 
     usage_told: bool
@@ -132,7 +133,8 @@ class Meter:
         """What a request that a replica took has used.
 
         Without the engine's word the prompt counts as reserved, because the replica was given it, and the output as
-        what was relayed: at least one token a chunk. An answer that arrived whole and says nothing counts as reserved.
+        what was relayed: at least one token a chunk. Where that is unknown it counts as reserved: whoever leaves just
+        before a whole answer arrives must not have it produced for nothing (F7).
         """
         if counted.usage_told:
             read, cached, output = record.prompt_tokens, record.cached_tokens, record.output_tokens

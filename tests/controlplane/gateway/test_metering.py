@@ -9,6 +9,7 @@ import time
 
 import aiohttp
 import pytest
+from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
@@ -173,6 +174,27 @@ async def test_f7_a_stream_that_was_left_is_settled_to_what_was_relayed(own: Set
         assert await used(served, output) == 1
         assert await used(served, read) == reserved  # the replica was given the prompt and has not said how long it is
         assert await used(served, requests) == 1
+
+
+async def test_f7_whoever_leaves_an_answer_that_was_not_streamed_pays_what_was_reserved_for_it(own: Settings) -> None:
+    begun = asyncio.Event()
+
+    async def work(request: web.Request, body: bytes) -> web.StreamResponse:
+        begun.set()
+        await asyncio.sleep(60)
+        raise AssertionError("the gateway has not closed the connection")
+
+    output, held = limit(OUT, LARGE), limit(CONCURRENT, LARGE)
+    async with (
+        fake_replica(work) as replica,
+        running_gateway(own, route(replica, "r0"), limits=(output, held)) as served,
+    ):
+        asking = asyncio.create_task(answer_of(served))
+        await begun.wait()
+        asking.cancel()
+        await all_settled(served)
+        assert await used(served, output) == 100
+        assert await used(served, held) == 0
 
 
 async def test_f7_a_stream_that_breaks_is_settled_to_what_was_relayed(own: Settings) -> None:
