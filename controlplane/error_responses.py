@@ -26,6 +26,9 @@ JSON_PREFIXES = ("/v1", "/api/", "/internal/", "/metrics", "/healthz", "/events/
 
 _NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 
+_DATA = re.compile(r"^data\b")
+"""What the framework calls the body, and not the beginning or the end of a field's name."""
+
 _NO_OBJECT = ("'data'", "Expected `object`")
 """What the framework says of a body that is empty (in a KeyError's words) or holds something else."""
 
@@ -81,7 +84,9 @@ def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response
     """What cannot be stored or read (400), a store that is away (503), or a defect (500, logged with its traceback)."""
     refusal: TidegateError
     if unstorable(error):
-        refusal = InvalidRequestError("the request holds a character, a time or a number that cannot be stored")
+        refusal = InvalidRequestError(
+            "the request holds a character, a length, a time or a number that cannot be stored"
+        )
         return on_expected(request, refusal)
     if isinstance(error, RecursionError) and _UNREADABLE in str(error):
         return on_expected(request, InvalidRequestError("the body is nested too deeply", param="body"))
@@ -115,7 +120,7 @@ def _sentence(request: Request[Any, Any, Any], error: HTTPException) -> tuple[st
         problem = error.extra[0]
         text = str(problem.get("message", "is not valid"))
         named = _NAMED_FIELD.search(text)
-        key = named.group(1) if named else str(problem.get("key") or "body").replace("data", "body", 1)
+        key = named.group(1) if named else _DATA.sub("body", str(problem.get("key") or "body"))
         if key == "body" and text.startswith(_NO_OBJECT):
             return "a JSON object is expected as the body", key
         return f"{key}: {text}", key

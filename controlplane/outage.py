@@ -42,12 +42,12 @@ def away(error: BaseException) -> str | None:
 
 
 def unstorable(error: BaseException) -> bool:
-    """Whether a value was refused that no column can hold: text with a NUL character, or an instant or a number beyond
-    what Postgres or its driver can express.
+    """Whether a value was refused that no column can hold: text with a NUL character or that is too long, or an instant
+    or a number beyond what Postgres or its driver can express.
     """
     if not isinstance(error, sqlalchemy.exc.DBAPIError):
         return False
-    if getattr(error.orig, "sqlstate", None) in {"22021", "22P05"}:
+    if getattr(error.orig, "sqlstate", None) in {"22001", "22021", "22P05"}:
         return True
     cause: BaseException | None = error.orig
     while cause is not None and not isinstance(cause, OverflowError):

@@ -116,6 +116,7 @@ async def test_the_wrong_method_is_named(deployed: Deployment) -> None:
         (b'{"slug": "acme", "name": "x", "extra": 1}', "extra"),
         (b'{"slug": 1, "name": "x"}', "slug"),
         (b'{"slug": "acme", "name": "\\u0000"}', "name"),
+        (b'{"slug": "acme", "name": "x", "metadata": {"": "y"}}', "metadata"),
         (b"\xff\xfe", None),
     ],
 )
