@@ -30,12 +30,14 @@ from controlplane.gateway.quotas import QuotaDirectory, TenantLimits
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.refusals import granted_headers, refused, too_large
 from controlplane.quotas import money
-from controlplane.quotas.limits import effective
+from controlplane.quotas.limits import effective, falls, lasting
 from controlplane.quotas.schemas import Limit, Price, QuotaKind
 from controlplane.tenants.schemas import KeyGrant
 
 SUM_TIMEOUT_S = 5.0
 """Longest a request waits for the ledger when the store has forgotten a day's or month's use."""
+WAITS = 4
+"""How often a wait is worked out anew, because raises end before it does."""
 MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 
 logger = logging.getLogger("tidegate.gateway")
@@ -156,9 +158,38 @@ class Meter:
         return Use(input=read, uncached_input=read, output=written, money=min(price, MOST))
 
     async def _acquire(self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use) -> Granted:
+        """Raises the refusal. A raise that ends before the wait is over does not count: what is said to pass then must
+        pass under the limits of then (F11).
+        """
+        wait_s = 0.0
+        for _ in range(WAITS):
+            outcome = await self._ask(grant, limits, tenant, worst, wait_s)
+            if isinstance(outcome, Granted):
+                return outcome
+            longer_s = None if outcome.away else outcome.retry_after_s
+            if longer_s is None or longer_s <= wait_s or not self._falls(limits, longer_s):
+                break
+            wait_s = longer_s
+        assert isinstance(outcome, Refused), "what was granted has been returned"
+        refusal = refused(outcome)
+        for one in outcome.refusals:
+            self._on_refused(one.kind, refusal.code)
+        raise refusal
+
+    def _falls(self, limits: Sequence[Limit], wait_s: float) -> bool:
+        now = self._wall()
+        return any(falls(limit, now, now + wait_s) for limit in limits)
+
+    async def _ask(
+        self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use, wait_s: float
+    ) -> Granted | Refused:
+        """A lease within the limits of now and of `wait_s` later. Raises CapacityError (503)."""
+
         def charges_at(at: float | None) -> tuple[Charge, ...]:
             now = self._wall() if at is None else at
-            return charges_for(grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: effective(limit, now))
+            return charges_for(
+                grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: lasting(limit, now, now + wait_s)
+            )
 
         async def summed(counter: ColdCounter) -> tuple[int, float]:
             limit = tenant.limit(counter.charge.quota_id)
@@ -171,14 +202,9 @@ class Meter:
             raise
         except Exception as error:
             raise self._unsure(error) from error
-        if isinstance(outcome, Granted):
-            return outcome
-        if not isinstance(outcome, Refused):
+        if not isinstance(outcome, Granted | Refused):
             raise self._unsure(outcome)
-        refusal = refused(outcome)
-        for one in outcome.refusals:
-            self._on_refused(one.kind, refusal.code)
-        raise refusal
+        return outcome
 
     def _unsure(self, why: object) -> CapacityError:
         """Neither granted nor refused: the ledger could not be summed, or the store is in disorder."""

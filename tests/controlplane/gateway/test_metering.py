@@ -14,7 +14,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from controlplane.gateway import endpoint
-from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel
+from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel, Raise
 from controlplane.settings import Secret, Settings
 from tests.controlplane.admission.leasing import World
 from tests.controlplane.gateway import replicas
@@ -147,6 +147,19 @@ async def test_f4_remaining_falls_at_admission_and_rises_at_settlement(own: Sett
         third = await served.post(ASK_STREAM)
         assert said(third) == (57, 10_000 - 2 * USED - worst)
         await third.read()
+
+
+async def test_f11_a_wait_does_not_count_on_a_raise_that_ends_before_it(own: Settings) -> None:
+    now = time.time()
+    one = limit(RPM, 1, raises=(Raise(amount=2, starts_at=now - 60, expires_at=now + 40),))
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(one,)) as served:
+        assert (await answer_of(served))[0] == 200
+        await asyncio.sleep(2.1)
+        assert [(await answer_of(served))[0] for _ in range(2)] == [200, 200]
+        status, _, response = await answer_of(served)
+        assert status == 429
+        # With one a minute the first of the three does not make room: all of them have to be over.
+        assert response.headers["retry-after"] == response.headers["x-ratelimit-reset-requests"]
 
 
 @pytest.mark.parametrize("body", [ASK, ASK_STREAM])
