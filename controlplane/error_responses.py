@@ -26,8 +26,14 @@ JSON_PREFIXES = ("/v1", "/api/", "/internal/", "/metrics", "/healthz", "/events/
 
 _NAMED_FIELD = re.compile(r"(?:missing required|unknown) field `(\w+)`")
 
+_DATA = re.compile(r"^data\b")
+"""What the framework calls the body, and not the beginning or the end of a field's name."""
+
 _NO_OBJECT = ("'data'", "Expected `object`")
 """What the framework says of a body that is empty (in a KeyError's words) or holds something else."""
+
+_UNREADABLE = "while deserializing"
+"""In the words of msgspec's own recursion errors, and of no other."""
 
 _TYPES = {
     400: ("invalid_request_error", "invalid_request"),
@@ -75,10 +81,15 @@ def on_http(request: Request[Any, Any, Any], error: HTTPException) -> Response[A
 
 
 def on_unexpected(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    """Text that cannot be stored (400), a store that is away (503), or a defect (500, logged with its traceback)."""
+    """What cannot be stored or read (400), a store that is away (503), or a defect (500, logged with its traceback)."""
+    refusal: TidegateError
     if unstorable(error):
-        refusal: TidegateError = InvalidRequestError("the request holds a character that cannot be stored")
+        refusal = InvalidRequestError(
+            "the request holds a character, a length, a time or a number that cannot be stored"
+        )
         return on_expected(request, refusal)
+    if isinstance(error, RecursionError) and _UNREADABLE in str(error):
+        return on_expected(request, InvalidRequestError("the body is nested too deeply", param="body"))
     store = away(error)
     identifier = request_id(request.scope)
     if store is not None:
@@ -109,7 +120,7 @@ def _sentence(request: Request[Any, Any, Any], error: HTTPException) -> tuple[st
         problem = error.extra[0]
         text = str(problem.get("message", "is not valid"))
         named = _NAMED_FIELD.search(text)
-        key = named.group(1) if named else str(problem.get("key") or "body").replace("data", "body", 1)
+        key = named.group(1) if named else _DATA.sub("body", str(problem.get("key") or "body"))
         if key == "body" and text.startswith(_NO_OBJECT):
             return "a JSON object is expected as the body", key
         return f"{key}: {text}", key

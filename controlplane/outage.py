@@ -1,4 +1,4 @@
-"""Telling what a store's error means: it is away, or it was given text it cannot hold.
+"""Telling what a store's error means: it is away, or it was given what it cannot hold.
 
 Layer: service. Postgres and Redis drivers raise many types when a server is gone; this is the one place that
 knows them. It never decides what to do about it.
@@ -42,5 +42,14 @@ def away(error: BaseException) -> str | None:
 
 
 def unstorable(error: BaseException) -> bool:
-    """Whether Postgres refused text, such as a NUL character, that no column can hold."""
-    return isinstance(error, sqlalchemy.exc.DBAPIError) and getattr(error.orig, "sqlstate", None) in {"22021", "22P05"}
+    """Whether a value was refused that no column can hold: text with a NUL character or that is too long, or an instant
+    or a number beyond what Postgres or its driver can express.
+    """
+    if not isinstance(error, sqlalchemy.exc.DBAPIError):
+        return False
+    if getattr(error.orig, "sqlstate", None) in {"22001", "22021", "22P05"}:
+        return True
+    cause: BaseException | None = error.orig
+    while cause is not None and not isinstance(cause, OverflowError):
+        cause = cause.__cause__
+    return cause is not None

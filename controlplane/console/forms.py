@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
 from litestar import Response
@@ -10,15 +11,20 @@ from litestar.response import Redirect
 from controlplane.console.pages import AnyRequest, wants_fragment
 from controlplane.errors import InvalidRequestError
 
+LONGEST_NUMBER = 26
+"""Characters: twenty digits and their separators."""
+_WHOLE = re.compile(r"[0-9]+|[0-9]{1,3}(?:([,_ ])[0-9]{3})(?:\1[0-9]{3})*")
+"""A comma elsewhere is taken by half the world for a point: 1,5 is not fifteen."""
+
 
 def whole(name: str, text: str) -> int | None:
-    """A whole number, with or without separators; None for an empty field."""
-    plain = text.replace(",", "").replace("_", "").replace(" ", "")
+    """A whole number, with or without separators of thousands; None for an empty field."""
+    plain = text.strip()
     if not plain:
         return None
-    if not plain.isascii() or not plain.isdigit() or len(plain) > 20:
+    if len(plain) > LONGEST_NUMBER or not _WHOLE.fullmatch(plain):
         raise InvalidRequestError(f"{name} must be a whole number, zero or more", param=name)
-    return int(plain)
+    return int(re.sub(r"[,_ ]", "", plain))
 
 
 def required(name: str, text: str) -> int:

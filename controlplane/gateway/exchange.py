@@ -177,8 +177,9 @@ class Exchange:
         if self._work is _Work.REFUSED or self._relay is None:
             return Use(requests=1)
         reading = self._relay.reading
-        whole = self.record.outcome is Outcome.FINISHED and not self.record.stream
-        counted = Counted(usage_told=reading.usage is not None, relayed=None if whole else reading.times.counted)
+        # Of an answer that was not streamed only the engine knows how much there was when its client left.
+        unseen = not self.record.stream and self.record.outcome in {Outcome.FINISHED, None}
+        counted = Counted(usage_told=reading.usage is not None, relayed=None if unseen else reading.times.counted)
         return self._gateway.meter.used(held, self.record, counted)
 
     async def _deliver(self, held: Held, request: InferenceBody, send: Send) -> None:

@@ -31,12 +31,14 @@ from controlplane.gateway.quotas import QuotaDirectory, TenantLimits
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.refusals import granted_headers, refused, too_large
 from controlplane.quotas import money
-from controlplane.quotas.limits import effective
+from controlplane.quotas.limits import effective, falls, lasting
 from controlplane.quotas.schemas import Limit, Price, QuotaKind
 from controlplane.tenants.schemas import KeyGrant
 
 SUM_TIMEOUT_S = 5.0
 """Longest a request waits for the ledger when the store has forgotten a day's or month's use."""
+WAITS = 4
+"""How often a wait is worked out anew, because raises end before it does."""
 MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 
 logger = logging.getLogger("tidegate.gateway")
@@ -61,7 +63,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an ended request that a replica took: its usage when the engine told it, else the tokens that
-    were relayed, None when nothing was said of an answer that arrived whole.
+    were relayed, None when nobody can tell: nothing was said of an answer that arrived whole, or the client left one
+    that was not streamed.
     """
 
     usage_told: bool
@@ -171,7 +174,8 @@ class Meter:
         """What a request that a replica took has used.
 
         Without the engine's word the prompt counts as reserved, because the replica was given it, and the output as
-        what was relayed: at least one token a chunk. An answer that arrived whole and says nothing counts as reserved.
+        what was relayed: at least one token a chunk. Where that is unknown it counts as reserved: whoever leaves just
+        before a whole answer arrives must not have it produced for nothing (F7).
         """
         if counted.usage_told:
             read, cached, output = record.prompt_tokens, record.cached_tokens, record.output_tokens
@@ -240,9 +244,34 @@ class Meter:
     async def _acquire(
         self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use
     ) -> Granted | Refused:
+        """A raise that ends before the wait is over does not count: what is said to pass then must
+        pass under the limits of then (F11).
+        """
+        wait_s = 0.0
+        for _ in range(WAITS):
+            outcome = await self._ask(grant, limits, tenant, worst, wait_s)
+            if isinstance(outcome, Granted):
+                return outcome
+            longer_s = None if outcome.away else outcome.retry_after_s
+            if longer_s is None or longer_s <= wait_s or not self._falls(limits, longer_s):
+                break
+            wait_s = longer_s
+        return outcome
+
+    def _falls(self, limits: Sequence[Limit], wait_s: float) -> bool:
+        now = self._wall()
+        return any(falls(limit, now, now + wait_s) for limit in limits)
+
+    async def _ask(
+        self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use, wait_s: float
+    ) -> Granted | Refused:
+        """A lease within the limits of now and of `wait_s` later. Raises CapacityError (503)."""
+
         def charges_at(at: float | None) -> tuple[Charge, ...]:
             now = self._wall() if at is None else at
-            return charges_for(grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: effective(limit, now))
+            return charges_for(
+                grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: lasting(limit, now, now + wait_s)
+            )
 
         async def summed(counter: ColdCounter) -> tuple[int, float]:
             limit = tenant.limit(counter.charge.quota_id)
@@ -255,9 +284,9 @@ class Meter:
             raise
         except Exception as error:
             raise self._unsure(error) from error
-        if isinstance(outcome, Granted | Refused):
-            return outcome
-        raise self._unsure(outcome)
+        if not isinstance(outcome, Granted | Refused):
+            raise self._unsure(outcome)
+        return outcome
 
     def _unsure(self, why: object) -> CapacityError:
         """Neither granted nor refused: the ledger could not be summed, or the store is in disorder."""

@@ -119,7 +119,7 @@ def grant(
     """Raise a limit by AMOUNT until then."""
     if (until is None) == (hours is None):
         raise AdminApiError("say how long: --until or --hours", usage=True)
-    ends = datetime.now(UTC) + timedelta(hours=hours) if hours is not None else _utc(until)
+    ends = _in_hours(hours) if hours is not None else _utc(until)
     body = {"amount": amount, "expires_at": ends.isoformat() if ends else None, "reason": reason}
     path = f"/quotas/{segment(quota_id)}/grants"
     _show_grants([client.call("POST", path, body, terminal.headers(idempotency_key))], as_json, single=True)
@@ -179,6 +179,13 @@ def _amount(name: str, text: str) -> int | None:
         return int(text)
     except ValueError:
         raise AdminApiError(f"--{name}: {text!r} is neither a whole number nor none", usage=True) from None
+
+
+def _in_hours(hours: float) -> datetime:
+    try:
+        return datetime.now(UTC) + timedelta(hours=hours)
+    except (OverflowError, ValueError):  # beyond every calendar, and not a number
+        raise AdminApiError(f"--hours: {hours:g} hours from now is no time", usage=True) from None
 
 
 def _utc(at: datetime | None) -> datetime | None:

@@ -40,6 +40,18 @@ def effective(limit: Limit, now: float) -> tuple[int | None, int | None]:
     return _plus(limit.soft, raised), _plus(limit.hard, raised)
 
 
+def lasting(limit: Limit, now: float, until: float) -> tuple[int | None, int | None]:
+    """(soft, hard) as at `now`, but no hard one that is lower at `until` already."""
+    soft, hard = effective(limit, now)
+    return soft, effective(limit, until)[1] if falls(limit, now, until) else hard
+
+
+def falls(limit: Limit, now: float, until: float) -> bool:
+    """Whether the hard limit is lower at `until` than at `now`, because raises end."""
+    hard, later = effective(limit, now)[1], effective(limit, until)[1]
+    return hard is not None and later is not None and later < hard
+
+
 def next_change(limits: Iterable[Limit], now: float) -> float | None:
     """When a raise of one of `limits` next starts or ends, None when none does."""
     edges = (edge for limit in limits for each in limit.raises for edge in (each.starts_at, each.expires_at))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from litestar import get, post
 from litestar.di import NamedDependency
@@ -114,6 +116,7 @@ async def test_the_wrong_method_is_named(deployed: Deployment) -> None:
         (b'{"slug": "acme", "name": "x", "extra": 1}', "extra"),
         (b'{"slug": 1, "name": "x"}', "slug"),
         (b'{"slug": "acme", "name": "\\u0000"}', "name"),
+        (b'{"slug": "acme", "name": "x", "metadata": {"": "y"}}', "metadata"),
         (b"\xff\xfe", None),
     ],
 )
@@ -145,6 +148,22 @@ async def test_a_nul_character_anywhere_is_a_400(deployed: Deployment) -> None:
         assert "character" in error_of(answer)["message"]
 
 
+@pytest.mark.parametrize("at", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+async def test_an_instant_beyond_every_calendar_is_a_400(deployed: Deployment, at: str) -> None:
+    cursor = base64.urlsafe_b64encode(msgspec.msgpack.encode([at, "11111111-1111-1111-1111-111111111111"])).decode()
+    answer = await deployed.client.get("/api/v1/tenants", params={"after": cursor}, headers=deployed.operator)
+    assert answer.status_code == 400, answer.text
+    assert "time" in error_of(answer)["message"]
+
+
+async def test_a_body_that_is_nested_too_deeply_is_a_400(deployed: Deployment) -> None:
+    headers = {**deployed.operator, "content-type": "application/json"}
+    for deep in (b'{"name":' * 3000, b"[" * 3000):
+        answer = await deployed.client.post("/api/v1/tenants", content=deep, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert error_of(answer)["message"] == "the body is nested too deeply"
+
+
 async def test_an_oversized_body_is_a_413(deployed: Deployment) -> None:
     headers = {**deployed.operator, "content-type": "application/json"}
     big = json.dumps({"slug": "acme2", "name": "x" * 100_000}).encode()
@@ -154,8 +173,6 @@ async def test_an_oversized_body_is_a_413(deployed: Deployment) -> None:
 
 
 async def test_the_settings_limit_every_other_body(settings: Settings) -> None:
-    import msgspec
-
     async with deployment(msgspec.structs.replace(settings, max_body_bytes=1000), ["tenants", "accounts"]) as deployed:
 
         @post("/api/v1/echo")

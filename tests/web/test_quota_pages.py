@@ -115,11 +115,18 @@ async def test_a_limit_is_made_changed_raised_and_removed_with_forms(operator: D
     assert (await operator.client.get(detail)).status_code == 404
 
 
+async def test_a_repeat_key_that_no_form_of_ours_has_is_refused(operator: Deployment) -> None:
+    quota = await made(operator)
+    form = {"kind": "requests_per_minute", "hard": "1,000", "away": "closed", "idempotency_key": "x" * 5000}
+    assert (await post(operator, f"/tenants/{quota.tenant}/quotas", form)).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("form", "field", "sentence"),
     [
         ({"kind": "requests_per_minute", "away": "closed"}, "hard", "A quota needs a hard limit"),
         ({"kind": "requests_per_minute", "hard": "many", "away": "closed"}, "hard", "whole number"),
+        ({"kind": "requests_per_minute", "hard": "1,5", "away": "closed"}, "hard", "whole number"),
         ({"kind": "nothing", "hard": "1", "away": "closed"}, "kind", "Choose what to limit"),
         ({"kind": "requests_per_minute", "hard": "1", "away": "never"}, "away", "Choose what happens"),
         ({"kind": "requests_per_minute", "hard": "1", "soft": "2", "away": "closed"}, "soft", "cannot be higher"),

@@ -9,11 +9,12 @@ import time
 
 import aiohttp
 import pytest
+from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
 from controlplane.gateway import endpoint
-from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel
+from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel, Raise
 from controlplane.settings import Secret, Settings
 from tests.controlplane.admission.leasing import World
 from tests.controlplane.gateway import replicas
@@ -148,6 +149,19 @@ async def test_f4_remaining_falls_at_admission_and_rises_at_settlement(own: Sett
         await third.read()
 
 
+async def test_f11_a_wait_does_not_count_on_a_raise_that_ends_before_it(own: Settings) -> None:
+    now = time.time()
+    one = limit(RPM, 1, raises=(Raise(amount=2, starts_at=now - 60, expires_at=now + 40),))
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(one,)) as served:
+        assert (await answer_of(served))[0] == 200
+        await asyncio.sleep(2.1)
+        assert [(await answer_of(served))[0] for _ in range(2)] == [200, 200]
+        status, _, response = await answer_of(served)
+        assert status == 429
+        # With one a minute the first of the three does not make room: all of them have to be over.
+        assert response.headers["retry-after"] == response.headers["x-ratelimit-reset-requests"]
+
+
 @pytest.mark.parametrize("body", [ASK, ASK_STREAM])
 async def test_f7_what_finished_is_settled_to_what_the_engine_said(own: Settings, body: dict[str, object]) -> None:
     limits = tuple(limit(kind, LARGE) for kind in (TPM, IN, OUT, QuotaKind.UNCACHED_INPUT_TOKENS_PER_MINUTE))
@@ -173,6 +187,27 @@ async def test_f7_a_stream_that_was_left_is_settled_to_what_was_relayed(own: Set
         assert await used(served, output) == 1
         assert await used(served, read) == reserved  # the replica was given the prompt and has not said how long it is
         assert await used(served, requests) == 1
+
+
+async def test_f7_whoever_leaves_an_answer_that_was_not_streamed_pays_what_was_reserved_for_it(own: Settings) -> None:
+    begun = asyncio.Event()
+
+    async def work(request: web.Request, body: bytes) -> web.StreamResponse:
+        begun.set()
+        await asyncio.sleep(60)
+        raise AssertionError("the gateway has not closed the connection")
+
+    output, held = limit(OUT, LARGE), limit(CONCURRENT, LARGE)
+    async with (
+        fake_replica(work) as replica,
+        running_gateway(own, route(replica, "r0"), limits=(output, held)) as served,
+    ):
+        asking = asyncio.create_task(answer_of(served))
+        await begun.wait()
+        asking.cancel()
+        await all_settled(served)
+        assert await used(served, output) == 100
+        assert await used(served, held) == 0
 
 
 async def test_f7_a_stream_that_breaks_is_settled_to_what_was_relayed(own: Settings) -> None:

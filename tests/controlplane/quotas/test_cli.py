@@ -95,6 +95,10 @@ def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
         (("quota", "change", mine["id"], "--hard", "much"), 2, "neither a whole number nor none"),
         (("quota", "change", mine["id"]), 2, "nothing to change"),
         (("quota", "grant", mine["id"], "5", "--reason", "x"), 2, "--until or --hours"),
+        *(
+            (("quota", "grant", mine["id"], "5", "--reason", "x", "--hours", hours), 2, "hours from now is no time")
+            for hours in ("nan", "1e8", "1e300")
+        ),
         (("quota", "show", "junk"), 1, "nothing is served"),
         (("slo", "create"), 2, "objectives need"),
     ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controlplane.quotas.limits import LimitIndex, effective, limits_for, next_change
+from controlplane.quotas.limits import LimitIndex, effective, falls, lasting, limits_for, next_change
 from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel, Raise, TenantQuotas
 
 
@@ -53,6 +53,16 @@ def test_a_raise_holds_from_its_start_until_before_its_end_and_several_add_up() 
     )
     expected = {99.9: (8, 10), 100.0: (13, 15), 150.0: (20, 22), 199.9: (20, 22), 200.0: (15, 17), 300.0: (8, 10)}
     assert {now: effective(raised, now) for now in expected} == expected
+    assert [falls(raised, *span) for span in ((0, 199), (120, 160), (120, 250), (160, 200), (200, 300))] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert lasting(raised, 160, 170) == (20, 22)
+    assert lasting(raised, 160, 250) == (20, 17)
+    assert lasting(raised, 160, 400) == (20, 10)
     assert [next_change([raised], now) for now in (0, 100, 250, 300)] == [100.0, 150.0, 300.0, None]
 
 

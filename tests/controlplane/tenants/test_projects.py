@@ -159,7 +159,19 @@ async def test_a_tenant_has_time_zone_weight_floor_and_metadata(session: AsyncSe
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("time_zone", zone) for zone in ("Mars/Base", "", "../UTC", "America", "Europe/Berlin\n", "/etc/localtime")],
+        *[
+            ("time_zone", zone)
+            for zone in (
+                "Mars/Base",
+                "",
+                "../UTC",
+                "America",
+                "Europe/Berlin\n",
+                "/etc/localtime",
+                "localtime",
+                "right/UTC",
+            )
+        ],
         *[("weight", weight) for weight in (0.0, -1.0, 1000.1, float("nan"), float("inf"))],
         *[("floor_tokens_per_s", floor) for floor in (-0.1, float("inf"), float("nan"))],
         ("metadata", {"k": "v" * 513}),
