@@ -25,6 +25,7 @@ COMMANDS = {
     "quota": ("controlplane.quotas.cli:quota", "Limit tenants, raise limits, decide on requests for more."),
     "price": ("controlplane.quotas.price_cli:price", "Set and list prices of pools."),
     "slo": ("controlplane.slo.cli:slo", "Promise latencies and availability to tenants."),
+    "canary": ("controlplane.canaries.cli:canary", "See when each limit was last proven, and prove them now."),
     "usage": ("controlplane.ledger.cli:usage", "Sum, export and bill what tenants used."),
     "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),

@@ -57,6 +57,7 @@ def config() -> OpenAPIConfig:
             Tag(name="keys", description="API keys of tenants; shown once, stored hashed."),
             Tag(name="quotas", description="Limits of tenants, temporary raises, and requests for more."),
             Tag(name="prices", description="What use of a pool costs, with its history."),
+            Tag(name="canaries", description="When each limit was last proven to hold."),
             Tag(name="slos", description="Objectives promised per tenant, pool and class."),
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),

@@ -70,6 +70,14 @@ Flag = Annotated[bool, Meta(description="true or false")]
 Url = Annotated[
     str, Meta(pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$", description="an address such as http://127.0.0.1:7300")
 ]
+_ADDRESS = r"https?://[^\s/?#,]+(/[^\s?#,]*)?"
+Urls = Annotated[
+    str,
+    Meta(
+        pattern=f"^({_ADDRESS}(,{_ADDRESS})*)?$",
+        description="addresses such as http://10.0.0.1:7301,http://10.0.0.2:7301",
+    ),
+]
 FolderName = Annotated[
     str,
     Meta(
@@ -120,6 +128,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a lease outlives a gateway that died; those of requests in flight are renewed."""
     assumed_context: Tokens = 8192
     """Longest context of models whose replicas have not told theirs: bounds the output of a request without a limit."""
+    canary_every_s: Seconds = 3600.0
+    """How often each limit is proven on each gateway; what was not proven for twice as long is overdue."""
+    canary_gateways: Urls = ""
+    """The gateways that canaries probe, by commas; `public_gateway_url` when empty."""
     log_level: LogLevel = "INFO"
 
     @classmethod
@@ -138,6 +150,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         settings._check()
         return settings
 
+    @property
+    def probed_gateways(self) -> tuple[str, ...]:
+        """The addresses of the gateways whose limits are proven, each once."""
+        named = [url.rstrip("/") for url in self.canary_gateways.split(",") if url]
+        return tuple(dict.fromkeys(named or [self.public_gateway_url.rstrip("/")]))
+
     def _check(self) -> None:
         """What one field's type cannot say."""
         require_database_url(self.database_url)
@@ -148,6 +166,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("control_url", "public_gateway_url"):
             if not _has_place(url := getattr(self, field)):
                 raise SettingsError(f"{variable(field)}={url!r} is not valid: its host or port is wrong")
+        if not all(map(_has_place, self.probed_gateways)):
+            raise SettingsError(
+                f"TIDEGATE_CANARY_GATEWAYS={self.canary_gateways!r} is not valid: a host or port is wrong"
+            )
         if self.lease_deadline_ms >= self.lease_ttl_s * 1000 / 3:
             raise SettingsError(
                 f"TIDEGATE_LEASE_DEADLINE_MS={self.lease_deadline_ms} is not valid: it must be less than a third of "

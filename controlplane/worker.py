@@ -36,7 +36,7 @@ from controlplane.telemetry.taskstats import TaskStats
 
 log = logging.getLogger("tidegate.worker")
 
-DOMAINS = ("telemetry", "ledger")
+DOMAINS = ("telemetry", "ledger", "canaries")
 """Domains with a `tasks` module."""
 QUEUE = "tidegate"
 VISIBILITY_TIMEOUT_S = 60
@@ -59,6 +59,10 @@ class JobContext:
     holder: str
     publish: Callable[..., None]
     """publish(job name, *args): start another job once this one's transaction is committed."""
+    settings: Settings
+    engine: AsyncEngine
+    """For transactions of their own: of what other processes must see before the job is over."""
+    redis: Redis
 
 
 class ExpectedEnd(Exception):  # noqa: N818 - it says how a run ended, not that something is wrong
@@ -169,7 +173,10 @@ class JobTask(Task):  # type: ignore[misc]  # Celery has no types
                 after_commit(session, send)
 
             holder = f"{socket.gethostname()}:{os.getpid()}:{self.request.id}"
-            await self.job.service(JobContext(session, time.time(), holder, publish), *args)
+            context = JobContext(
+                session, time.time(), holder, publish, self.app.settings, runtime.engine, runtime.redis
+            )
+            await self.job.service(context, *args)
 
     def _failed(self, runtime: Runtime, error: Exception, began: float, context: dict[str, Any]) -> None:
         again = self.job.every_s is None and self.request.retries < MOST_RETRIES

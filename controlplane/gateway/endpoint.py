@@ -21,12 +21,10 @@ from controlplane.gateway.errors import MethodNotAllowedError
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.models import list_models, one_model
+from controlplane.gateway.paths import INFERENCE, MODELS
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import HEADER_REQUEST
-
-INFERENCE = ("/chat/completions", "/completions")
-MODELS = "/models"
 
 logger = logging.getLogger("tidegate.gateway")
 

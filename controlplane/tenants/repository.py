@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import func, select, tuple_, update
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -169,6 +169,17 @@ async def revoke_key(session: AsyncSession, key_id: str) -> OwnedKey | None:
         update(ApiKey).where(ApiKey.key_id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=func.now())
     )
     return await owned_key(session, key_id)
+
+
+async def revoke_keys_of(session: AsyncSession, tenant_id: UUID) -> None:
+    await session.execute(
+        update(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.revoked_at.is_(None)).values(revoked_at=func.now())
+    )
+
+
+async def forget_revoked_keys_of(session: AsyncSession, tenant_id: UUID, age_s: float) -> None:
+    oldest = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, age_s)
+    await session.execute(delete(ApiKey).where(ApiKey.tenant_id == tenant_id, ApiKey.revoked_at < oldest))
 
 
 async def replace_key(session: AsyncSession, key_id: str, *, by: str, expires_at: datetime) -> None:

@@ -14,6 +14,8 @@ from controlplane.settings import Secret
 
 SLUG_PATTERN = "^[a-z0-9-]{1,40}$"
 DEFAULT_PROJECT = "default"
+PROBE_TENANT = "tidegate-probe"
+"""The reserved slug of the tenant that canaries act as."""
 
 Slug = Annotated[
     str,

@@ -34,6 +34,7 @@ from controlplane.tenants.schemas import (
     DEFAULT_GRACE_S,
     DEFAULT_PROJECT,
     DEFAULT_SCOPES,
+    PROBE_TENANT,
     ROLE_SCOPES,
     CreatedKey,
     KeyGrant,
@@ -59,12 +60,15 @@ async def create_tenant(
     floor_tokens_per_s: float = 0.0,
     metadata: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
+    reserved: bool = False,
 ) -> TenantView:
     """A new tenant with its own cache salt and a project named "default". Repeated with the same idempotency key, the
-    one made before.
+    one made before. `reserved` is for the product itself, which alone may take its reserved slug.
 
     Raises InvalidRequestError, or ConflictError when the slug is taken.
     """
+    if slug == PROBE_TENANT and not reserved:
+        raise ConflictError(f"the slug {slug} is kept for canaries", code="slug_reserved", param="slug")
     fields: dict[str, Any] = {
         "slug": slug,
         "name": name,
@@ -232,6 +236,13 @@ async def revoke_key(session: AsyncSession, key_id: str) -> KeyView:
     if found is None:
         raise no_key(key_id)
     return _view(found)
+
+
+async def retire_keys(session: AsyncSession, tenant_slug: str, *, forget_after_s: float) -> None:
+    """Revoke every key of a tenant, and forget those that were revoked longer ago. Raises NotFoundError."""
+    tenant = await tenant_of(session, tenant_slug)
+    await repository.revoke_keys_of(session, tenant.id)
+    await repository.forget_revoked_keys_of(session, tenant.id, forget_after_s)
 
 
 async def load_key(session: AsyncSession, key_id: str) -> KeyGrant | None:

@@ -42,6 +42,7 @@ WORD = {MINE: "anvil", THEIRS: "goggles"}
 SLUG = "/api/v1/tenants/{slug}"
 WHOLE = {
     "/api/v1/api-tokens",
+    "/api/v1/canaries",
     "/api/v1/me",
     "/api/v1/pools",
     "/api/v1/prices",
