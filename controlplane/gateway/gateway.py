@@ -117,6 +117,12 @@ class Gateway:
         self._running.add(work)
         work.add_done_callback(self._running.discard)
 
+    def forged(self, tenant: str, headers: int) -> None:
+        """A request of `tenant` ("" without a usable key) brought so many forged headers; they are dropped (F23)."""
+        if headers:
+            self.metrics.forged_headers.inc(headers)
+            self.recorder.forged(tenant, headers)
+
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: count it and write its line, once, from the one record."""
         record.e2e_s = max(0.0, time.monotonic() - record.accepted)
