@@ -47,10 +47,10 @@ STATUS_CLIENT_GONE = 499
 
 UPSTREAM_PREFIX = "/v1"
 
-RETRYABLE = frozenset({Cause.UNREACHABLE, Cause.RESET, Cause.UNAVAILABLE})
+RETRYABLE = frozenset({Cause.UNREACHABLE, Cause.REFUSED, Cause.RESET, Cause.UNAVAILABLE})
 """Failures before any byte of an answer that another replica may make good."""
 
-SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.RESET})
+SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.REFUSED, Cause.RESET})
 """Failures that speak against the replica until its next report. What a client did wrong never does (F18)."""
 
 logger = logging.getLogger("tidegate.gateway")
