@@ -40,7 +40,7 @@ class Role(enum.StrEnum):
 
 DOMAINS = {
     Role.GATEWAY: ("gateway",),
-    Role.CONTROL: ("tenants", "quotas", "slo", "accounts", "fleet", "telemetry", "ledger", "console"),
+    Role.CONTROL: ("tenants", "quotas", "slo", "accounts", "fleet", "telemetry", "ledger", "promptlog", "console"),
 }
 
 

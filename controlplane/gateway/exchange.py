@@ -80,12 +80,17 @@ class Exchange:
     async def serve(self, head: RequestHead, receive: Receive, send: Send) -> None:
         """Answer the request; raises only when the server cancels its own task."""
         record, gateway = self.record, self._gateway
+        capture = gateway.prompt_log.begin(self._grant)
+        if capture is not None:
+            send = capture.tap(send)
         try:
             self._require(Scope.INFERENCE)
             with gateway.slot():
                 body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
                 record.accepted += waited
                 record.at += waited
+                if capture is not None:
+                    capture.request = body
                 request = read_inference_body(body)
                 self._allow(request.model)
                 record.stream = request.stream
@@ -104,6 +109,8 @@ class Exchange:
         finally:
             record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)
             gateway.settle(record)
+            if capture is not None:
+                gateway.prompt_log.end(capture, record)
 
     async def _apologise(self, send: Send) -> None:
         error = TidegateError("The gateway failed to handle this request.")

@@ -23,6 +23,7 @@ from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.prompt_log import PromptLog
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.retries import RetryBudget
@@ -53,6 +54,7 @@ class Gateway:
         recorder: Recorder,
         request_log: RequestLog,
         metrics: GatewayMetrics,
+        prompt_log: PromptLog | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
@@ -63,6 +65,7 @@ class Gateway:
         self.recorder = recorder
         self.request_log = request_log
         self.metrics = metrics
+        self.prompt_log = prompt_log or PromptLog(settings)
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._upstream: Upstream | None = None

@@ -76,6 +76,17 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self.prompts_logged = Counter(
+            "tidegate_gateway_prompts_logged",
+            "Requests of tenants that asked for it that were delivered to the prompt log.",
+            registry=registry,
+        )
+        self.prompts_dropped = Counter(
+            "tidegate_gateway_prompts_dropped",
+            "Requests that the prompt log lost: over the rate, no room, or refused by the control plane.",
+            registry=registry,
+        )
+
     def observe(
         self,
         *,

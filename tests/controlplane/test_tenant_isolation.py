@@ -20,12 +20,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.app import Application
 from controlplane.db import transaction
 from controlplane.ledger import service as ledger
+from controlplane.promptlog import service as promptlog
 from controlplane.settings import Settings
 from controlplane.telemetry.intake import store
 from controlplane.tenants import principals, projects
-from controlplane.tenants.schemas import PrincipalKind, PrincipalRole
+from controlplane.tenants import service as tenants
+from controlplane.tenants.schemas import PrincipalKind, PrincipalRole, PromptLogging
 from dataplane.protocol import GatewayWindow
 from tests.controlplane.clients import Deployment, deployment
+from tests.controlplane.promptlog.test_service import entry as logged_entry
 from tests.controlplane.telemetry.reports import counters, gateway_report, series, usage
 from tests.factories.rows import make_key, make_tenant
 
@@ -111,8 +114,19 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
         )
         await store(session, [gateway_report([window], gateway=f"{word}-{number}")], now)
         assert await ledger.record(session, [record]) == [record]
+        rows.traces |= await _logged(session, tenant, f"{word}-logged-{number}")
     rows.traces.add(tenant)
     return rows
+
+
+async def _logged(session: AsyncSession, tenant: str, request_id: str) -> set[str]:
+    """A request that the tenant had kept and somebody read."""
+    await promptlog.turn_on(session, tenant, PromptLogging())
+    tenant_id = (await tenants.get_tenant(session, tenant)).id
+    await promptlog.store(session, [logged_entry(tenant_id, request_id=request_id)])
+    newest = (await promptlog.list_entries(session, tenant, limit=1)).items[0]
+    await promptlog.read_entry(session, tenant, newest.id, reader="op")
+    return {request_id}
 
 
 @dataclass(frozen=True)
