@@ -40,7 +40,18 @@ class Role(enum.StrEnum):
 
 DOMAINS = {
     Role.GATEWAY: ("gateway",),
-    Role.CONTROL: ("tenants", "quotas", "slo", "accounts", "fleet", "telemetry", "ledger", "canaries", "console"),
+    Role.CONTROL: (
+        "tenants",
+        "quotas",
+        "slo",
+        "accounts",
+        "fleet",
+        "telemetry",
+        "ledger",
+        "canaries",
+        "promptlog",
+        "console",
+    ),
 }
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "slo": ("controlplane.slo.cli:slo", "Promise latencies and availability to tenants."),
     "canary": ("controlplane.canaries.cli:canary", "See when each limit was last proven, and prove them now."),
     "usage": ("controlplane.ledger.cli:usage", "Sum, export and bill what tenants used."),
+    "prompts": ("controlplane.promptlog.cli:prompts", "Keep a tenant's prompts, redacted, or stop; read them."),
     "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
     "db": ("controlplane.serve:db", "Migrate the database."),

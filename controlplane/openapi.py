@@ -63,6 +63,7 @@ def config() -> OpenAPIConfig:
             Tag(name="fleet", description="Pools and replicas."),
             Tag(name="telemetry", description="What the gateways and engines measured."),
             Tag(name="usage", description="What tenants used, from the ledger."),
+            Tag(name="prompt log", description="Prompts and answers that tenants asked to be kept, and who read them."),
             Tag(name="process", description="This process."),
         ],
         components=Components(

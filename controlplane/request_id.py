@@ -13,7 +13,8 @@ from uuid import uuid4
 from dataplane.protocol import HEADER_REQUEST
 
 _NAME = HEADER_REQUEST.encode()
-_HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_HARMLESS = re.compile(rb"(?!.*tga?_)[A-Za-z0-9._:-]{1,128}", re.IGNORECASE)
+"""Ids are logged and stored, so none may look like an API key or an admin token (F33)."""
 
 
 def assign(scope: Any) -> bytes:

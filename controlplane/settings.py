@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from controlplane import egress
+
 HOME = Path(".tidegate")
 DATABASE_SHAPE = "postgresql://user:password@host:port/database"
 REDIS_SHAPE = "redis://:password@host:port/database"
@@ -78,6 +80,7 @@ Urls = Annotated[
         description="addresses such as http://10.0.0.1:7301,http://10.0.0.2:7301",
     ),
 ]
+Networks = Annotated[str, Meta(max_length=2000, description="networks such as 10.0.0.0/8,fd00::/8")]
 FolderName = Annotated[
     str,
     Meta(
@@ -118,6 +121,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Requests one gateway process holds at once; one more is refused with 503."""
     upstream_timeout_s: Seconds = 600.0
     """Longest wait for a replica's next byte."""
+    replica_networks: Networks = f"{egress.PRIVATE},{egress.LOOPBACK}"
+    """Where replicas may be: registered and connected to nowhere else, and never at link-local or metadata
+    addresses. `tidegate up` says loopback."""
     stale_after_s: Seconds = 5.0
     """Silence after which a replica is STALE; shorter than `lost_after_s`."""
     lost_after_s: Seconds = 15.0
@@ -170,6 +176,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(
                 f"TIDEGATE_CANARY_GATEWAYS={self.canary_gateways!r} is not valid: a host or port is wrong"
             )
+        try:
+            egress.parse_networks(self.replica_networks)
+        except ValueError as error:
+            raise SettingsError(f"TIDEGATE_REPLICA_NETWORKS={self.replica_networks!r} is not valid: {error}") from None
         if self.lease_deadline_ms >= self.lease_ttl_s * 1000 / 3:
             raise SettingsError(
                 f"TIDEGATE_LEASE_DEADLINE_MS={self.lease_deadline_ms} is not valid: it must be less than a third of "

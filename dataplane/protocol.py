@@ -402,7 +402,8 @@ class GatewayCounters(Tally, kw_only=True):
     """`accepted` requests were taken by a replica, or ended otherwise than refused. Each request ends in exactly one
     of `finished` (by OpenAI finish reason), `refused` (by reason), `failed` (by cause) or `cancelled`. TTFT runs from
     acceptance; requests that were not streamed have none. `ttft` is the first token of any kind, `ttft_visible` the
-    first that carries text the client shows. `tpot` is (last − first)/(n − 1) per request.
+    first that carries text the client shows. `tpot` is (last − first)/(n − 1) per request. `forged` are headers that
+    claimed to come from inside and were dropped.
     """
 
     accepted: int = 0
@@ -418,6 +419,7 @@ class GatewayCounters(Tally, kw_only=True):
     tpot: Histogram | None = None
     itl: Histogram | None = None
     e2e: Histogram | None = None
+    forged: int = 0
 
 
 class GatewaySeries(Message, frozen=True, kw_only=True):

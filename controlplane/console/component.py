@@ -19,6 +19,7 @@ from controlplane.console.controllers import (
     prices,
     principals,
     projects,
+    prompts,
     quotas,
     replicas,
     session,
@@ -60,6 +61,7 @@ PAGES = [
     *quotas.PAGES,
     *prices.PAGES,
     *slos.PAGES,
+    *prompts.PAGES,
 ]
 
 

@@ -93,6 +93,8 @@ class ScopeRow:
     refused: str
     failed: str
     cancelled: str
+    forged: str
+    """How many headers were forged; empty when none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class OverviewPage:
     e2e: tuple[QuantileRow, ...]
     bucket_error: str
     covered: str
+    forged: str
     replicas: tuple[ScopeRow, ...]
     tenants: tuple[ScopeRow, ...]
 
@@ -129,6 +132,7 @@ def overview_page(overview: Overview) -> OverviewPage:
         e2e=(gateway_row("Gateway", total.e2e, "From arrival to the last byte."),),
         bucket_error=presenters.bucket_error(total.ttft, total.tpot, total.e2e, total.engine_ttft, total.engine_tpot),
         covered=_covered(total, overview.window_s),
+        forged=_forged(total),
         replicas=tuple(_scope(row) for row in overview.by_replica),
         tenants=tuple(_scope(row) for row in overview.by_tenant),
     )
@@ -235,4 +239,12 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         refused=_counted(figures, sum(figures.refused.values())),
         failed=_counted(figures, sum(figures.failed.values())),
         cancelled=_counted(figures, figures.cancelled),
+        forged=_forged(figures),
     )
+
+
+def _forged(figures: Figures) -> str:
+    """Headers that claimed to come from inside; empty when there was none."""
+    if not figures.forged:
+        return ""
+    return f"{presenters.count(figures.forged)} forged header{'' if figures.forged == 1 else 's'}"

@@ -31,6 +31,8 @@ DISCARD_S = 5.0
 """A refused client may go on sending this much and this long before the connection is closed under it."""
 
 FORGED_PREFIX = b"x-tidegate-"
+"""Of the headers that gateways and replicas believe. What proxies say of a user (x-forwarded-user, x-remote-user and
+their like) nothing here reads, so it needs no counting."""
 
 Headers = list[tuple[bytes, bytes]]
 

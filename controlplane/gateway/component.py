@@ -34,6 +34,7 @@ from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.policy import PolicyFeed
 from controlplane.gateway.prefetch import Prefetch
+from controlplane.gateway.prompt_log import PromptLog
 from controlplane.gateway.quotas import CAPACITY as MOST_TENANTS
 from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.reporter import GatewayReporter
@@ -132,6 +133,9 @@ class _Parts:
             recorder=self._recorder,
             request_log=self._request_log,
             metrics=metrics,
+            prompt_log=PromptLog(
+                settings, on_delivered=metrics.prompts_logged.inc, on_dropped=metrics.prompts_dropped.inc
+            ),
         )
         self._reporter = GatewayReporter(
             settings,
@@ -160,6 +164,7 @@ class _Parts:
                 ("load feed", self._loads.run()),
                 ("snapshot", self._snapshot.run()),
                 ("request log", self._request_log.run()),
+                ("prompt log", self.gateway.prompt_log.run()),
                 ("reporter", self._reporter.run()),
             )
         ]
@@ -178,6 +183,7 @@ class _Parts:
             await asyncio.gather(
                 self._request_log.flush(),
                 self._reporter.last_words(),
+                self.gateway.prompt_log.last_words(),
                 asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot()),
             )
             await self._leases.close()

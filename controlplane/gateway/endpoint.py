@@ -43,13 +43,13 @@ class Endpoint:
         request_id = scope.get("state", {}).get("request_id") or uuid4().hex
         head = RequestHead(scope)
         gateway = self._gateway
-        if head.forged:
-            gateway.metrics.forged_headers.inc(head.forged)
         path = scope["path"].rstrip("/")
         inference = path in INFERENCE
+        tenant = ""
         try:
             _check_route(scope, path)
             grant = await gateway.keys.authenticate(head.authorization)
+            tenant = grant.tenant
             if not inference:
                 await self._models(path, grant, send, request_id)
                 return
@@ -63,6 +63,8 @@ class Endpoint:
             await discard_body(head, receive)
             await respond_error(send, error, request_id)
             return
+        finally:
+            gateway.forged(tenant, head.forged)
         await Exchange(gateway, grant, path, request_id, arrived).serve(head, receive, send)
 
     async def _models(self, path: str, grant: KeyGrant, send: Send, request_id: str) -> None:

@@ -47,10 +47,10 @@ STATUS_CLIENT_GONE = 499
 
 UPSTREAM_PREFIX = "/v1"
 
-RETRYABLE = frozenset({Cause.UNREACHABLE, Cause.RESET, Cause.UNAVAILABLE})
+RETRYABLE = frozenset({Cause.UNREACHABLE, Cause.REFUSED, Cause.RESET, Cause.UNAVAILABLE})
 """Failures before any byte of an answer that another replica may make good."""
 
-SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.RESET})
+SUSPICIOUS = frozenset({Cause.UNREACHABLE, Cause.REFUSED, Cause.RESET})
 """Failures that speak against the replica until its next report. What a client did wrong never does (F18)."""
 
 logger = logging.getLogger("tidegate.gateway")
@@ -80,12 +80,17 @@ class Exchange:
     async def serve(self, head: RequestHead, receive: Receive, send: Send) -> None:
         """Answer the request; raises only when the server cancels its own task."""
         record, gateway = self.record, self._gateway
+        capture = gateway.prompt_log.begin(self._grant)
+        if capture is not None:
+            send = capture.tap(send)
         try:
             self._require(Scope.INFERENCE)
             with gateway.slot():
                 body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
                 record.accepted += waited
                 record.at += waited
+                if capture is not None:
+                    capture.request = body
                 request = read_inference_body(body)
                 self._allow(request.model)
                 record.stream = request.stream
@@ -104,6 +109,8 @@ class Exchange:
         finally:
             record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)
             gateway.settle(record)
+            if capture is not None:
+                gateway.prompt_log.end(capture, record)
 
     async def _apologise(self, send: Send) -> None:
         error = TidegateError("The gateway failed to handle this request.")

@@ -24,6 +24,7 @@ from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
+from controlplane.gateway.prompt_log import PromptLog
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.retries import RetryBudget
@@ -54,6 +55,7 @@ class Gateway:
         recorder: Recorder,
         request_log: RequestLog,
         metrics: GatewayMetrics,
+        prompt_log: PromptLog | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
@@ -64,6 +66,7 @@ class Gateway:
         self.recorder = recorder
         self.request_log = request_log
         self.metrics = metrics
+        self.prompt_log = prompt_log or PromptLog(settings)
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._upstream: Upstream | None = None
@@ -126,6 +129,12 @@ class Gateway:
         """`work` relays one request; it may be cut at shutdown."""
         self._running.add(work)
         work.add_done_callback(self._running.discard)
+
+    def forged(self, tenant: str, headers: int) -> None:
+        """A request of `tenant` ("" without a usable key) brought so many forged headers; they are dropped (F23)."""
+        if headers:
+            self.metrics.forged_headers.inc(headers)
+            self.recorder.forged(tenant, headers)
 
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: count it and write its line, once, from the one record."""

@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics.
 
 Layer: service. Label values come from tenants that have authenticated and models that are served; anything else reads
-"other", and so do tenants beyond `MAX_TENANTS` (F32).
+"other", and so do tenants beyond `MAX_TENANTS` and models beyond `MAX_MODELS` (F32).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from controlplane.quotas.schemas import QuotaKind
 
 OTHER = "other"
 MAX_TENANTS = 2_000
+MAX_MODELS = 200
+STATUSES = frozenset({1, 2, 3, 4, 5})
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -23,6 +25,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tenants: set[str] = set()
+        self._models: set[str] = set()
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
         self._registry = registry
         self.requests = Counter(
@@ -73,6 +76,17 @@ class GatewayMetrics:
             registry=registry,
         )
 
+        self.prompts_logged = Counter(
+            "tidegate_gateway_prompts_logged",
+            "Requests of tenants that asked for it that were delivered to the prompt log.",
+            registry=registry,
+        )
+        self.prompts_dropped = Counter(
+            "tidegate_gateway_prompts_dropped",
+            "Requests that the prompt log lost: over the rate, no room, or refused by the control plane.",
+            registry=registry,
+        )
+
     def observe(
         self,
         *,
@@ -95,9 +109,9 @@ class GatewayMetrics:
 
     def ended(self, record: RequestRecord) -> None:
         """An inference request has ended."""
-        tenant, model = self._tenant(record.tenant), record.model or OTHER
+        tenant, model = self._tenant(record.tenant), self._model(record.model)
         outcome = record.outcome.value if record.outcome else OTHER
-        self._child(self.requests, tenant, model, f"{record.status // 100}xx").inc()
+        self._child(self.requests, tenant, model, _class(record.status)).inc()
         self._child(self.outcomes, tenant, model, outcome).inc()
         if record.prompt_tokens:
             self._child(self.tokens, tenant, model, "prompt").inc(record.prompt_tokens)
@@ -108,7 +122,7 @@ class GatewayMetrics:
 
     def answered(self, tenant: str, status: int) -> None:
         """A request that is no inference was answered, or one without a usable key refused (tenant "")."""
-        self.requests.labels(self._tenant(tenant), OTHER, f"{status // 100}xx").inc()
+        self.requests.labels(self._tenant(tenant), OTHER, _class(status)).inc()
 
     def quota_refused(self, kind: QuotaKind, code: str) -> None:
         """A limit was in the way."""
@@ -126,9 +140,22 @@ class GatewayMetrics:
         return child
 
     def _tenant(self, slug: str) -> str:
-        if slug in self._tenants:
-            return slug
-        if not slug or len(self._tenants) >= MAX_TENANTS:
-            return OTHER
-        self._tenants.add(slug)
-        return slug
+        return _bounded(self._tenants, slug, MAX_TENANTS)
+
+    def _model(self, name: str) -> str:
+        return _bounded(self._models, name, MAX_MODELS)
+
+
+def _bounded(known: set[str], name: str, most: int) -> str:
+    """`name` if it has a series or there is room for one more, else "other"."""
+    if name in known:
+        return name
+    if not name or len(known) >= most:
+        return OTHER
+    known.add(name)
+    return name
+
+
+def _class(status: int) -> str:
+    """A replica may answer with any number."""
+    return f"{status // 100}xx" if status // 100 in STATUSES else OTHER

@@ -101,6 +101,10 @@ class Recorder:
             counters.itl = counters.itl or Histogram()
             counters.itl.merge(record.itl)
 
+    def forged(self, tenant: str, headers: int) -> None:
+        """A request of `tenant` (empty: without a usable key) brought so many headers that only insiders send."""
+        self._counters((tenant or STRANGERS, "", "")).forged += headers
+
     def pending(self) -> tuple[list[GatewayWindow], dict[int, int]]:
         """The oldest windows with something unacknowledged, and the versions to acknowledge them by."""
         windows: list[GatewayWindow] = []

@@ -1,7 +1,8 @@
 """Connections to replicas.
 
 Layer: service. One pooled client; every way a replica can fail to answer becomes an `UpstreamFailure` with a cause and
-whether another replica may be tried. It must never follow a redirect or retry by itself.
+whether another replica may be tried. It must never follow a redirect, retry by itself, or connect to an address that
+replicas may not have (F34).
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import io
 import aiohttp
 from yarl import URL
 
+from controlplane.egress import TargetRefusedError, parse_target
+from controlplane.fleet.addresses import replica_policy
+from controlplane.gateway.guarded import AddressRefusedError, GuardedResolver
 from controlplane.settings import Settings
 
 CONNECT_S = 5.0
@@ -26,6 +30,7 @@ class Cause(enum.StrEnum):
 
     UNAVAILABLE = "replica_unavailable"
     UNREACHABLE = "upstream_unreachable"
+    REFUSED = "upstream_address_refused"
     RESET = "upstream_reset"
     TIMEOUT = "upstream_timeout"
     PROTOCOL = "upstream_protocol"
@@ -44,6 +49,8 @@ class UpstreamFailure(Exception):  # noqa: N818  # a failure of theirs, not an e
 
 def failure_of(error: BaseException) -> UpstreamFailure:
     """The failure behind an exception of the HTTP client."""
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefusedError):
+        return UpstreamFailure(Cause.REFUSED)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return UpstreamFailure(Cause.UNREACHABLE)
     if isinstance(error, TimeoutError):
@@ -61,7 +68,10 @@ class Upstream:
     """The client all requests share. Open it inside the running loop, close it at the end."""
 
     def __init__(self, settings: Settings) -> None:
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEPALIVE_S)
+        self._policy = replica_policy(settings)
+        connector = aiohttp.TCPConnector(
+            limit=0, limit_per_host=0, keepalive_timeout=KEEPALIVE_S, resolver=GuardedResolver(self._policy)
+        )
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -94,5 +104,15 @@ class Upstream:
         if known is None:
             if len(self._urls) >= MAX_URLS:
                 self._urls.clear()
+            self._require_allowed(url)
             known = self._urls[url] = URL(url, encoded=True)
         return known
+
+    def _require_allowed(self, url: str) -> None:
+        """A host that is an address is not asked of the resolver, so it is judged here. Raises UpstreamFailure."""
+        try:
+            target = parse_target(url)
+            if target.address is not None:
+                self._policy.require(target.address)
+        except TargetRefusedError:
+            raise UpstreamFailure(Cause.REFUSED) from None

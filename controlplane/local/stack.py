@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
-from controlplane import migrate
+from controlplane import egress, migrate
 from controlplane.fleet.launchers.base import ReplicaSpec
 from controlplane.fleet.launchers.process import ProcessLauncher
 from controlplane.local import external, ports
@@ -221,6 +221,7 @@ class Stack:
             "TIDEGATE_METRICS_TOKEN": self.home.secret("metrics").reveal(),
             "TIDEGATE_PUBLIC_GATEWAY_URL": _url(options.host, options.ports.gateway),
             "TIDEGATE_GATEWAY_ID": GATEWAY_ID,
+            "TIDEGATE_REPLICA_NETWORKS": egress.LOOPBACK,
             "PYTHONUNBUFFERED": "1",
         }
         ours = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from controlplane.component import Component, Resources
+from controlplane.fleet.addresses import ReplicaAddresses, replica_policy
 from controlplane.fleet.live import LoadPublisher
 from controlplane.ledger.consumer import StreamConsumer
 from controlplane.telemetry.background import running
@@ -33,5 +34,9 @@ def component(resources: Resources) -> Component:
     return Component(
         routes=[take_report, take_gateway_report, api],
         lifespans=[work],
-        state={"ingestor": ingestor, "database_gauges": DatabaseGauges(resources, metrics, publisher)},
+        state={
+            "ingestor": ingestor,
+            "replica_addresses": ReplicaAddresses(replica_policy(resources.settings)),
+            "database_gauges": DatabaseGauges(resources, metrics, publisher),
+        },
     )

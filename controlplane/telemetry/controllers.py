@@ -17,7 +17,9 @@ from litestar.params import FromQuery, QueryParameter
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.component import Resources
+from controlplane.egress import TargetRefusedError
 from controlplane.errors import InvalidRequestError
+from controlplane.fleet.addresses import ReplicaAddresses
 from controlplane.telemetry import overview as pages
 from controlplane.telemetry.ingest import Ingestor
 from controlplane.telemetry.intake import Incoming
@@ -37,7 +39,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
 @post("/internal/v1/reports", status_code=200, operation_id="takeReport", include_in_schema=False)
 async def take_report(request: Request[Any, Any, Any], state: State) -> Response[bytes]:
     """A replica's `Report`, answered by `ReportAck` once it is committed."""
-    return await _take(request, state.ingestor, ENGINE)
+    return await _take(request, state.ingestor, ENGINE, state.replica_addresses)
 
 
 @post("/internal/v1/gateway-reports", status_code=200, operation_id="takeGatewayReport", include_in_schema=False)
@@ -46,13 +48,23 @@ async def take_gateway_report(request: Request[Any, Any, Any], state: State) -> 
     return await _take(request, state.ingestor, GATEWAY)
 
 
-async def _take(request: Request[Any, Any, Any], ingestor: Ingestor, source: str) -> Response[bytes]:
+async def _take(
+    request: Request[Any, Any, Any], ingestor: Ingestor, source: str, addresses: ReplicaAddresses | None = None
+) -> Response[bytes]:
     body = await request.body()
     try:
         report: Incoming = _decoders[source].decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         ingestor.refused(source, Refusal.UNREADABLE)
         raise InvalidRequestError(f"this is not a readable report: {error}", code="report_unreadable") from None
+    if addresses is not None and isinstance(report, Report):
+        try:
+            await addresses.require(report.url)
+        except TargetRefusedError as error:
+            ingestor.refused(source, Refusal.ADDRESS)
+            raise InvalidRequestError(
+                f"the replica's url is refused: {error}", code="replica_address_refused", param="url"
+            ) from None
     ack = await ingestor.submit(report, len(body))
     return Response(encode(ack), media_type=MSGPACK)
 

@@ -206,6 +206,7 @@ def figures(scope: Scope, *, covered_s: float | None, window_s: float, loads: Se
         refused=scope.refused,
         failed=scope.failed,
         cancelled=scope.cancelled,
+        forged=scope.forged,
     )
 
 

@@ -62,7 +62,7 @@ async def store(session: AsyncSession, batch: Sequence[Incoming], now: float) ->
     refused: dict[int, RefusedError] = {}
     for i, report in enumerate(batch):
         try:
-            check_report(report) if isinstance(report, Report) else check_gateway_report(report)
+            check_report(report, now) if isinstance(report, Report) else check_gateway_report(report, now)
         except RefusedError as error:
             refused[i] = error
     good = {i: report for i, report in enumerate(batch) if i not in refused}

@@ -23,6 +23,7 @@ class Refusal(enum.StrEnum):
 
     UNREADABLE = "unreadable"
     IDENTITY = "identity"
+    ADDRESS = "address"
     WINDOW = "window"
     USAGE = "usage"
     QUEUE_FULL = "queue_full"

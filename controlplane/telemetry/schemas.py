@@ -27,6 +27,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_rate`, `output_rate` (tokens/s), `prefix_hit` (cached ÷ prompt tokens of finished requests).
     Engine side: `engine_ttft`, `engine_tpot`, `engine_prefix_hit` (first attempts), `kv_used` (used ÷ total
     blocks), `kv_waste` (empty ÷ allocated slots), `running`, `waiting`. The sides are never averaged together.
+    `forged` counts headers, not requests: those that claimed to come from inside, dropped by the gateways.
     """
 
     request_rate: Evidence | None = None
@@ -49,6 +50,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, int] = {}
     failed: dict[str, int] = {}
     cancelled: int = 0
+    forged: int = 0
 
 
 class ScopedFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ class Scope:
         "engine_ttft",
         "failed",
         "finished",
+        "forged",
         "output_tokens",
         "prefix_hits",
         "prefix_queries",
@@ -67,7 +68,7 @@ class Scope:
     )
 
     def __init__(self) -> None:
-        self.accepted = self.cancelled = 0
+        self.accepted = self.cancelled = self.forged = 0
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.prefix_queries = self.prefix_hits = 0
         self.finished: dict[str, int] = {}
@@ -80,6 +81,7 @@ class Scope:
         """Add what gateways counted."""
         self.accepted += counters.accepted
         self.cancelled += counters.cancelled
+        self.forged += counters.forged
         self.prompt_tokens += counters.prompt_tokens
         self.cached_tokens += counters.cached_tokens
         self.output_tokens += counters.output_tokens

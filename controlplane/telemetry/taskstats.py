@@ -1,12 +1,14 @@
 """How often background jobs ran, ended and failed, counted over all workers.
 
 Layer: service. Workers have no port of their own, so they count in Redis, which outlives them: the numbers only
-grow, whatever is restarted (F28). Best effort: a job never fails because it could not be counted.
+grow, whatever is restarted (F28). Best effort: a job never fails because it could not be counted. Names read back
+become label values, so only what can be a job's name is read, and only so many (F32).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -17,6 +19,8 @@ log = logging.getLogger("tidegate.worker")
 KEY = "tidegate:tasks"
 OUTCOMES = ("done", "failed", "retried")
 _SECONDS = "seconds"
+NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+MAX_TASKS = 200
 
 
 class TaskCount(NamedTuple):
@@ -50,9 +54,9 @@ class TaskStats:
         found: dict[str, dict[str, float]] = {}
         for field, value in (await self._redis.hgetall(KEY)).items():
             task, _, name = _text(field).rpartition(" ")
-            if name in (*OUTCOMES, _SECONDS):
+            if name in (*OUTCOMES, _SECONDS) and NAME.fullmatch(task):
                 found.setdefault(task, {})[name] = float(value)
-        return [TaskCount(task, **counts) for task, counts in sorted(found.items())]
+        return [TaskCount(task, **counts) for task, counts in sorted(found.items())[:MAX_TASKS]]
 
 
 def _text(value: bytes | str) -> str:

@@ -7,10 +7,10 @@ record is refused with its reason and the rest goes on (F22); nothing here repai
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from controlplane.egress import TargetRefusedError, parse_target
 from controlplane.ledger.retention import DAY_S, MOST_AHEAD_S, OLDEST_RECORD_S
 from dataplane.protocol import (
     SCHEMA_VERSION,
@@ -39,6 +39,12 @@ MAX_AMOUNT = 1e30
 """Largest float: seconds, bytes and FLOPs of one window stay far below."""
 MAX_EPOCH = 2**63 - 1
 """Epochs may be nanoseconds; they are compared, never added."""
+EPOCH_AHEAD_S = 86_400.0
+"""A boot epoch, in milliseconds, may be this far in the future: a clock that was set back keeps its epochs growing. No
+report of a real boot is fenced for longer, whatever was claimed."""
+MAX_RATE = 20.0
+SEQUENCES_AT_ONCE = 10_000
+"""A sequence may be this high at once and grow this fast (1/s): whoever claims more would fence the reports to come."""
 MAX_AHEAD_S = 60
 """A window may start this far in the future: clocks differ a little."""
 MAX_AGE_S = 23 * 3600
@@ -49,12 +55,12 @@ class RefusedError(ValueError):
     """A report, or a part of it, that is not stored; the message is the reason."""
 
 
-def check_report(report: Report) -> None:
+def check_report(report: Report, now: float) -> None:
     """Refuse a report whose identity cannot be trusted. Raises RefusedError."""
     _version(report.schema_version)
     for field in ("replica", "pool", "model"):
         _name(field, getattr(report, field))
-    _fencing(report)
+    _fencing(report, now)
     _text("state_reason", report.state_reason)
     _url(report.url)
     _epochs(report, "core_epoch", "policy_epoch")
@@ -66,11 +72,11 @@ def check_report(report: Report) -> None:
         raise RefusedError(f"a report carries at most {MAX_WINDOWS} windows and {MAX_USAGE} usage records")
 
 
-def check_gateway_report(report: GatewayReport) -> None:
+def check_gateway_report(report: GatewayReport, now: float) -> None:
     """Refuse a gateway report whose identity cannot be trusted. Raises RefusedError."""
     _version(report.schema_version)
     _name("gateway", report.gateway)
-    _fencing(report)
+    _fencing(report, now)
     _epochs(report, "policy_epoch")
     _count("in_flight", report.in_flight)
     if len(report.windows) > MAX_WINDOWS or sum(len(window.series) for window in report.windows) > MAX_SERIES:
@@ -147,8 +153,14 @@ def _version(version: int) -> None:
         raise RefusedError(f"schema version {version} is not {SCHEMA_VERSION}, which this control plane reads")
 
 
-def _fencing(report: Report | GatewayReport) -> None:
+def _fencing(report: Report | GatewayReport, now: float) -> None:
+    """What later reports are compared with: a claim far ahead would fence the real ones (F34)."""
     _epochs(report, "boot_epoch", "sequence", "acknowledged")
+    if report.boot_epoch > (now + EPOCH_AHEAD_S) * 1000:
+        raise RefusedError(f"boot_epoch {report.boot_epoch} (milliseconds) lies in the future")
+    running_s = max(0.0, now - report.boot_epoch / 1000)
+    if report.sequence > SEQUENCES_AT_ONCE + MAX_RATE * running_s:
+        raise RefusedError(f"sequence {report.sequence} is more than the reports there can have been since the boot")
     for field in ("sent_at", "started_at"):
         value = getattr(report, field)
         if not 0 <= value <= _LAST_SECOND:
@@ -173,14 +185,10 @@ def _text(field: str, value: str) -> None:
 
 
 def _url(value: str) -> None:
-    _text("url", value)
     try:
-        parts = urlsplit(value)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable or not value.isprintable():
-        raise RefusedError("url must be http(s)://host[:port]")
+        parse_target(value)
+    except TargetRefusedError as error:
+        raise RefusedError(f"url is refused: {error}") from None
 
 
 def _count(path: str, value: float) -> None:

@@ -55,6 +55,8 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(Double, server_default=text("1"))
     floor_tokens_per_s: Mapped[float] = mapped_column(Double, server_default=text("0"))
     notes: Mapped[dict[str, str]] = mapped_column("metadata", JSONB, server_default=text("'{}'::jsonb"))
+    prompt_log: Mapped[dict[str, object] | None] = mapped_column(JSONB(none_as_null=True))
+    """How prompts are kept (`PromptLogging`); null keeps none."""
     idempotency_key: Mapped[str | None] = mapped_column(String(128), unique=True)
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
 

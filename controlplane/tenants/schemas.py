@@ -122,6 +122,29 @@ ROLE_SCOPES: dict[PrincipalRole, frozenset[Scope]] = {
 }
 
 
+class Redaction(enum.StrEnum):
+    """What is taken out of a prompt before it is kept."""
+
+    EMAILS = "emails"
+    CARDS = "cards"
+    SECRETS = "secrets"
+    PHONES = "phones"
+
+
+class PromptLogging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a tenant wants its prompts and answers kept. `templates` name what else is taken out: `#` stands for a digit,
+    `@` for a letter, `?` for either, all else for itself.
+    """
+
+    retention_days: Annotated[int, Meta(ge=1, le=30, description="days until a request is deleted")] = 7
+    sample: Annotated[float, Meta(gt=0, le=1, description="share of requests that is kept")] = 1.0
+    redact: Annotated[list[Redaction], Meta(max_length=8)] = msgspec.field(default_factory=lambda: list(Redaction))
+    templates: Annotated[
+        list[Annotated[str, Meta(min_length=3, max_length=64)]],
+        Meta(max_length=20, description="what else is taken out", examples=[["EMP-######"]]),
+    ] = []
+
+
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     """All a gateway needs to know of one API key. `allowed_models` None means every model of every pool.
 
@@ -146,6 +169,8 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     scopes: tuple[str, ...] = DEFAULT_SCOPES
     project_active: bool = True
     principal_active: bool = True
+    prompt_log: PromptLogging | None = None
+    """None unless the tenant has asked for its prompts to be kept."""
 
 
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants.models import ApiKey, Principal, Project, Tenant
 from controlplane.tenants.schemas import (
@@ -14,6 +16,7 @@ from controlplane.tenants.schemas import (
     PrincipalRole,
     PrincipalView,
     ProjectView,
+    PromptLogging,
     Scope,
     TenantView,
 )
@@ -102,6 +105,7 @@ def key_grant(key: ApiKey, project: Project, tenant: Tenant, principal: Principa
         scopes=scopes_now(key, principal),
         project_active=project.active,
         principal_active=principal is None or principal.active,
+        prompt_log=read_prompt_logging(tenant.prompt_log),
     )
 
 
@@ -117,3 +121,8 @@ def _narrower(above: Sequence[str] | None, below: Sequence[str] | None) -> tuple
         both = below if above is None else above
         return None if both is None else tuple(both)
     return tuple(model for model in below if model in set(above))
+
+
+def read_prompt_logging(stored: dict[str, object] | None) -> PromptLogging | None:
+    """What a tenant's row says of keeping its prompts."""
+    return None if stored is None else msgspec.convert(stored, PromptLogging)

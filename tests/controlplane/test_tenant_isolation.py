@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.app import Application
 from controlplane.db import transaction
 from controlplane.ledger import service as ledger
+from controlplane.promptlog import service as promptlog
 from controlplane.quotas import request_service
 from controlplane.quotas import service as quotas
 from controlplane.quotas.schemas import QuotaKind
@@ -30,9 +31,11 @@ from controlplane.slo.schemas import SloSpec
 from controlplane.slo.service import create_slo
 from controlplane.telemetry.intake import store
 from controlplane.tenants import principals, projects
-from controlplane.tenants.schemas import PrincipalKind, PrincipalRole
+from controlplane.tenants import service as tenants
+from controlplane.tenants.schemas import PrincipalKind, PrincipalRole, PromptLogging
 from dataplane.protocol import GatewayWindow
 from tests.controlplane.clients import Deployment, deployment
+from tests.controlplane.promptlog.test_service import entry as logged_entry
 from tests.controlplane.telemetry.reports import counters, gateway_report, series, usage
 from tests.factories.rows import make_key, make_tenant
 
@@ -146,6 +149,7 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
         )
         await store(session, [gateway_report([window], gateway=f"{word}-{number}")], now)
         assert await ledger.record(session, [record]) == [record]
+        rows.traces |= await _logged(session, tenant, f"{word}-logged-{number}")
     await seed_quotas(session, tenant, rows)
     rows.traces.add(tenant)
     return rows
@@ -167,6 +171,16 @@ async def seed_quotas(session: AsyncSession, tenant: str, rows: Rows) -> None:
         slo = await create_slo(session, SloSpec(tenant=tenant, pool=f"{WORD[tenant]}-{amount}", availability=0.99))
         rows.ids["slo_id"] = str(slo.id)
         rows.traces |= {str(asked.id), str(slo.id)}
+
+
+async def _logged(session: AsyncSession, tenant: str, request_id: str) -> set[str]:
+    """A request that the tenant had kept and somebody read."""
+    await promptlog.turn_on(session, tenant, PromptLogging())
+    tenant_id = (await tenants.get_tenant(session, tenant)).id
+    await promptlog.store(session, [logged_entry(tenant_id, request_id=request_id)])
+    newest = (await promptlog.list_entries(session, tenant, limit=1)).items[0]
+    await promptlog.read_entry(session, tenant, newest.id, reader="op")
+    return {request_id}
 
 
 @dataclass(frozen=True)

@@ -143,3 +143,13 @@ def test_the_status_tells_live_waiting_stale_and_no_redis_apart() -> None:
     degraded = status_of(an_overview(), redis_away_since=NOW - 3)
     assert 'data-state="degraded"' in degraded
     assert "Redis does not answer" in degraded
+
+
+def test_f23_forged_headers_are_shown_with_who_sent_them_and_only_when_there_are_any() -> None:
+    forged = msgspec.structs.replace(EMPTY, forged=3)
+    rows = [ScopedFigures(key="acme", label="acme", figures=forged)]
+    shown = regions.overview_regions(Templates(), an_overview(forged, by_tenant=rows), stale_after_s=5.0)
+    assert "<small>3 forged headers</small>" in shown["tenants"]
+    assert "3 forged headers dropped" in shown["footnote"]
+    quiet = regions.overview_regions(Templates(), an_overview(), stale_after_s=5.0)
+    assert "forged" not in quiet["footnote"]

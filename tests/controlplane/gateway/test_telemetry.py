@@ -61,7 +61,7 @@ class Receiver:
         self.rows: dict[tuple[int, str, str, str], tuple[int, bytes]] = {}
 
     def take(self, report: GatewayReport, now: float) -> None:
-        check_gateway_report(report)
+        check_gateway_report(report, report.sent_at)
         for window in report.windows:
             check_gateway_window(window, now)
             for series in window.series:

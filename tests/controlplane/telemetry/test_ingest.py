@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -208,3 +209,51 @@ async def test_the_endpoints_take_msgpack_with_the_internal_token_only(settings:
         assert unknown.status_code == 400 and "nowhere" in unknown.json()["error"]["message"]
         huge = b"\x00" * (settings.max_body_bytes + 1)
         assert (await client.post("/internal/v1/reports", content=huge, headers=token)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "link-local"),
+        ("http://0.0.0.0:7310", "unspecified"),
+        ("http://[::ffff:169.254.169.254]", "link-local"),
+        ("http://93.184.216.34:7310", "no network that is allowed"),
+        ("http://u:canary@127.0.0.1", "not http"),
+        ("http://no-such-name.invalid", "cannot be resolved"),
+        ("http://2130706433:7310", "four decimal numbers"),
+    ],
+)
+async def test_f34_a_replica_at_an_address_nobody_may_connect_to_is_not_registered(
+    settings: Settings, url: str, why: str
+) -> None:
+    token = {"authorization": f"Bearer {settings.internal_token.reveal()}"}
+    async with deployment(settings, ["tenants", "accounts", "fleet", "telemetry", "ledger"]) as deployed:
+        async with transaction(deployed.app.state.resources.engine) as session:
+            await fleet.ensure_pool(session, POOL, MODEL)
+        refused = await deployed.client.post("/internal/v1/reports", content=encode(report(url=url)), headers=token)
+        assert refused.status_code == 400
+        assert why in refused.json()["error"]["message"]
+        assert refused.json()["error"]["code"] == "replica_address_refused"
+        assert "canary" not in refused.text
+        assert (await deployed.client.get("/api/v1/replicas", headers=deployed.operator)).json() == []
+        good = await deployed.client.post("/internal/v1/reports", content=encode(report()), headers=token)
+        assert good.status_code == 200
+
+
+async def test_f34_a_claim_far_ahead_does_not_fence_a_replica(settings: Settings) -> None:
+    token = {"authorization": f"Bearer {settings.internal_token.reveal()}"}
+    async with deployment(settings, ["tenants", "accounts", "fleet", "telemetry", "ledger"]) as deployed:
+        async with transaction(deployed.app.state.resources.engine) as session:
+            await fleet.ensure_pool(session, POOL, MODEL)
+
+        async def status(**claims: int) -> int:
+            body = encode(report(**claims))
+            return (await deployed.client.post("/internal/v1/reports", content=body, headers=token)).status_code
+
+        boot = int(time.time() * 1000)
+        assert await status(boot_epoch=boot, sequence=1) == 200
+        assert await status(boot_epoch=2**62, sequence=1) == 400
+        assert await status(boot_epoch=boot, sequence=2**62) == 400
+        assert await status(boot_epoch=boot, sequence=2) == 200
+        (shown,) = (await deployed.client.get("/api/v1/replicas", headers=deployed.operator)).json()
+        assert shown["boot_epoch"] == boot

@@ -43,10 +43,10 @@ def test_an_honest_report_passes() -> None:
     window = engine_window(START, ttft=[0.2, 0.0, 9_000.0], queries=100, hits=50, blocks_used=3.0)
     window.counters.runtime = RuntimeCounters(flops=3e16, bytes=1e13)
     window.counters.scheduling.tenants["demo"] = TenantService(prompt_tokens=3, kv_block_seconds=1.5)
-    check_report(report(windows=[window], boot_epoch=1_700_000_000_000_000_000))
+    check_report(report(windows=[window], boot_epoch=1_700_000_000_000), NOW)
     check_window(window, NOW)
     check_usage(usage(boot_epoch=1_700_000_000_000_000_000), "r1")
-    check_gateway_report(gateway_report([GatewayWindow(start=START, series=[series("demo", counters())])]))
+    check_gateway_report(gateway_report([GatewayWindow(start=START, series=[series("demo", counters())])]), NOW)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,13 @@ def test_an_honest_report_passes() -> None:
         {"url": "http://"},
         {"url": "http://host:99999"},
         {"url": "http://[::1"},
+        {"url": "http://user:secret@host"},
+        {"url": "http://host/#fragment"},
+        {"url": "http://host:0"},
+        {"url": "http://2130706433"},
+        {"boot_epoch": 1_700_000_000_000_000_000},
+        {"boot_epoch": 2**63 - 1},
+        {"boot_epoch": 1_700_000_000_000, "sequence": 1_000_000},
         {"boot_epoch": -1},
         {"sequence": 2**63},
         {"sent_at": math.nan},
@@ -72,7 +79,7 @@ def test_an_honest_report_passes() -> None:
 )
 def test_f22_a_report_with_an_impossible_identity_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RefusedError):
-        check_report(report(**changes))  # type: ignore[arg-type]
+        check_report(report(**changes), NOW)  # type: ignore[arg-type]
 
 
 def _bad_histogram(**values: object) -> Callable[[], Window]:

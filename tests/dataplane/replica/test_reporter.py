@@ -42,7 +42,7 @@ class ControlPlane:
         self.tokens.add(request.headers["authorization"])
         report = msgspec.msgpack.decode(await request.read(), type=Report)
         self.reports.append(report)
-        validation.check_report(report)
+        validation.check_report(report, report.sent_at)
         for window in report.windows:
             validation.check_window(window, report.sent_at)
         for item in report.usage:
