@@ -25,6 +25,7 @@ COMMANDS = {
     "quota": ("controlplane.quotas.cli:quota", "Limit tenants, raise limits, decide on requests for more."),
     "price": ("controlplane.quotas.price_cli:price", "Set and list prices of pools."),
     "slo": ("controlplane.slo.cli:slo", "Promise latencies and availability to tenants."),
+    "policy": ("controlplane.policy.cli:policy", "Show the policy's epoch everywhere, take changes back."),
     "usage": ("controlplane.ledger.cli:usage", "Sum, export and bill what tenants used."),
     "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),

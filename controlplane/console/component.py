@@ -16,9 +16,11 @@ from controlplane.component import Component, Resources
 from controlplane.console.controllers import (
     keys,
     overview,
+    policy,
     prices,
     principals,
     projects,
+    quota_requests,
     quotas,
     replicas,
     session,
@@ -58,8 +60,10 @@ PAGES = [
     principals.activate_principal,
     principals.deactivate_principal,
     *quotas.PAGES,
+    *quota_requests.PAGES,
     *prices.PAGES,
     *slos.PAGES,
+    *policy.PAGES,
 ]
 
 
