@@ -30,7 +30,7 @@ def show(client: AdminClient, *, as_json: bool) -> None:
     """Show the epoch in force on every gateway and replica."""
     found = client.call("GET", "/policy")
     if as_json:
-        terminal.show([found], {}, True, single=True)
+        terminal.show([found], {}, True, single=True, empty="")
         return
     click.echo(f"The policy is at epoch {found['epoch']} since {terminal.moment(found['changed_at'])}.")
     columns = {

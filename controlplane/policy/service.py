@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.errors import ConflictError, NotFoundError
+from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.fleet import service as fleet
 from controlplane.paging import Cursor, Page, checked, decode, page
 from controlplane.policy import repository
@@ -30,6 +30,8 @@ from controlplane.tenants import service as tenants
 KEPT_S = 396 * 86_400
 MOST_KEPT = 100_000
 """Changes kept, and times of epochs."""
+
+LARGEST_ID = 2**63 - 1
 
 Row = dict[str, Any]
 Restore = Callable[[AsyncSession, Row | None, Row | None], Awaitable[None]]
@@ -49,8 +51,8 @@ async def policy(
     """The present epoch and that of every gateway and replica. Four queries."""
     current, changed_at = await tenants.policy_state(session)
     held = [(HolderKind.GATEWAY, one.gateway, one.policy_epoch, one.age_s) for one in await gateways(session)]
-    for view in await fleet.list_replicas(session, redis, clock()):
-        held.append((HolderKind.REPLICA, view.replica, view.policy_epoch, view.age_s or 0.0))
+    replicas = await fleet.list_replicas(session, redis, clock())
+    held += [(HolderKind.REPLICA, one.replica, one.policy_epoch, one.age_s or 0.0) for one in replicas]
     missed = await repository.missed_s(session, [epoch for _, _, epoch, _ in held], current)
     holders = []
     for kind, name, epoch, age_s in held:
@@ -78,8 +80,7 @@ async def list_changes(
     limit: int = 50,
 ) -> Page[ChangeView]:
     """Changes, newest first. One query. Raises InvalidRequestError."""
-    limit, cursor = checked(limit), decode(after)
-    last = None if cursor is None else int(cursor.id) if cursor.id.isdigit() else 0
+    limit, last = checked(limit), _number(decode(after))
     rows = await repository.changes(session, tenant=tenant, object_=object_, after=last, limit=limit)
     return page(rows, limit, change_view, lambda row: Cursor(row.at, str(row.id)))
 
@@ -136,8 +137,17 @@ def change_view(row: PolicyChange) -> ChangeView:
     )
 
 
+def _number(cursor: Cursor | None) -> int | None:
+    """The id that a cursor of this list holds. Raises InvalidRequestError."""
+    if cursor is None:
+        return None
+    if not (cursor.id.isascii() and cursor.id.isdecimal() and len(cursor.id) <= 18):
+        raise InvalidRequestError("the cursor is not one of this list", param="after")
+    return int(cursor.id)
+
+
 async def _change(session: AsyncSession, change_id: int) -> PolicyChange:
-    row = await repository.change(session, change_id)
+    row = await repository.change(session, change_id) if change_id <= LARGEST_ID else None
     if row is None:
         raise NotFoundError(f"there is no change {change_id}", code="change_not_found", param="change_id")
     return row

@@ -43,7 +43,6 @@ def judge(
     silent_s: float,
     stale_after_s: float,
     missed_s: float | None,
-    settles_s: float = SETTLES_S,
 ) -> Verdict:
     """What a holder of `epoch` is in while the policy is at `current`. `silent_s` is the age of its last report,
     `missed_s` that of the first change it lacks, None when it is not known how old that is.
@@ -54,5 +53,5 @@ def judge(
         return Verdict(state=Skew.AHEAD, for_s=None)
     if epoch == current:
         return Verdict(state=Skew.CURRENT, for_s=None)
-    late = missed_s is None or missed_s > settles_s
+    late = missed_s is None or missed_s > SETTLES_S
     return Verdict(state=Skew.BEHIND if late else Skew.SETTLING, for_s=missed_s)
