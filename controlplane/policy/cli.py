@@ -46,12 +46,12 @@ def show(client: AdminClient, *, as_json: bool) -> None:
 
 @policy.command("changes")
 @click.option("--tenant", default=None, help="Only this tenant's.")
-@click.option("--object", "object_", type=click.Choice([each.value for each in PolicyObject]), default=None)
+@click.option("--kind", type=click.Choice([each.value for each in PolicyObject]), default=None)
 @click.option("--limit", type=click.IntRange(1, MOST), default=50, show_default=True, help="The newest so many.")
 @talks
-def changes(client: AdminClient, *, as_json: bool, tenant: str | None, object_: str | None, limit: int) -> None:
+def changes(client: AdminClient, *, as_json: bool, tenant: str | None, kind: str | None, limit: int) -> None:
     """List changes, newest first."""
-    query = urlencode(terminal.given(tenant=tenant, object=object_, limit=limit))
+    query = urlencode(terminal.given(tenant=tenant, kind=kind, limit=limit))
     _show(client.call("GET", f"/policy/changes?{query}")["items"], as_json)
 
 

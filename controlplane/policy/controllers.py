@@ -15,9 +15,7 @@ from controlplane.policy import service
 from controlplane.policy.views import ChangeView, PolicyObject, PolicyView
 
 Limit = Annotated[int, QueryParameter(ge=1, le=LARGEST, description="rows in this page")]
-OfObject = Annotated[
-    PolicyObject | None, QueryParameter(name="object", description="only changes of this kind of thing")
-]
+OfKind = Annotated[PolicyObject | None, QueryParameter(description="only changes of this kind of thing")]
 
 
 class PolicyController(Controller):
@@ -36,11 +34,11 @@ class PolicyController(Controller):
         *,
         session: NamedDependency[AsyncSession],
         tenant: FromQuery[str | None] = None,
-        object_: OfObject = None,
+        kind: OfKind = None,
         after: FromQuery[str | None] = None,
         limit: Limit = 50,
     ) -> Page[ChangeView]:
-        return await service.list_changes(session, tenant=tenant, object_=object_, after=after, limit=limit)
+        return await service.list_changes(session, tenant=tenant, object_=kind, after=after, limit=limit)
 
     @get("/changes/{change_id:int}", operation_id="getPolicyChange", summary="Show a change")
     async def change(self, session: NamedDependency[AsyncSession], change_id: FromPath[int]) -> ChangeView:

@@ -150,6 +150,8 @@ async def approve(
         amount = asked.amount if given.amount is UNSET else given.amount
         until = asked.until if given.until is UNSET else given.until
         check_more(amount)
+        if given.until is not UNSET and given.until is not None:
+            _check_until(given.until, datetime.now(UTC))
         note = check_text("note", given.note, optional=True)
         row = await _decide(
             session, request_id, RequestState.APPROVED, decided_by=by, note=note, given=amount, given_until=until

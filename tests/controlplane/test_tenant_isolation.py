@@ -23,7 +23,8 @@ from controlplane.ledger import service as ledger
 from controlplane.settings import Settings
 from controlplane.telemetry.intake import store
 from controlplane.tenants import principals, projects
-from controlplane.tenants.schemas import PrincipalKind, PrincipalRole
+from controlplane.tenants.schemas import PrincipalKind, PrincipalRole, TenantPatch
+from controlplane.tenants.service import change_tenant
 from dataplane.protocol import GatewayWindow
 from tests.controlplane.clients import Deployment, deployment
 from tests.controlplane.telemetry.reports import counters, gateway_report, series, usage
@@ -111,6 +112,7 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
         )
         await store(session, [gateway_report([window], gateway=f"{word}-{number}")], now)
         assert await ledger.record(session, [record]) == [record]
+    await change_tenant(session, tenant, TenantPatch(weight=2.0))  # a second change in the policy's history
     rows.traces.add(tenant)
     return rows
 
