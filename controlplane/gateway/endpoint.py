@@ -17,7 +17,7 @@ from litestar.types import HTTPScope, Receive, Scope, Send
 
 from controlplane.errors import NotFoundError, TidegateError
 from controlplane.gateway.asgi import JSON_TYPE, RequestHead, discard_body, respond, respond_error
-from controlplane.gateway.errors import MethodNotAllowedError
+from controlplane.gateway.errors import ClientGoneError, MethodNotAllowedError
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.models import list_models, one_model
@@ -64,6 +64,8 @@ class Endpoint:
             if not inference:
                 await self._models(path, grant, send, request_id)
                 return
+        except ClientGoneError:
+            return
         except TidegateError as error:
             if inference:
                 record = RequestRecord(request_id=request_id, grant=None, at=time.time(), accepted=arrived)

@@ -6,6 +6,7 @@ grant alone. Standings come from the store and the ledger (`quota_use`), the res
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,10 @@ from uuid import UUID
 import msgspec
 from litestar.types import HTTPScope, Receive
 
-from controlplane.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
+from controlplane.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, TidegateError
 from controlplane.gateway import quota_views as views
 from controlplane.gateway.asgi import RequestHead, read_body
-from controlplane.gateway.errors import MethodNotAllowedError
+from controlplane.gateway.errors import ClientGoneError, MethodNotAllowedError
 from controlplane.gateway.key_ration import Ration
 from controlplane.gateway.quota_desk import QuotaDesk
 from controlplane.gateway.quota_use import LimitUse, UseReader
@@ -40,6 +41,8 @@ LARGEST_FORECAST = 20
 PER_KEY, PER_TENANT = (2.0, 30.0), (10.0, 120.0)
 """Questions a second on the long run, and at once."""
 
+logger = logging.getLogger("tidegate.gateway")
+
 _MORE = msgspec.json.Decoder(MoreSpec)
 _encode = msgspec.json.Encoder().encode
 
@@ -58,13 +61,22 @@ class QuotaRoutes:
 
     async def answer(self, scope: HTTPScope, path: str, head: RequestHead, grant: KeyGrant, receive: Receive) -> bytes:
         """The body that answers one request of `grant` on `path` (below /v1)."""
+        try:
+            return _encode(await self._found(scope, path, head, grant, receive))
+        except (TidegateError, ClientGoneError):
+            raise
+        except Exception as error:
+            logger.exception("A question about quotas failed in the gateway")
+            raise TidegateError("The gateway failed to handle this request.") from error
+
+    async def _found(self, scope: HTTPScope, path: str, head: RequestHead, grant: KeyGrant, receive: Receive) -> Any:
         method = scope["method"]
         _check(method, path, grant)
         self._per_key.spend(grant.identity or grant.key_id)
         self._per_tenant.spend(grant.tenant_id)
         if method == "POST":
-            return _encode(await self._ask(scope, head, grant, receive))
-        return _encode(await self._answer(path, grant, _Query(scope)))
+            return await self._ask(scope, head, grant, receive)
+        return await self._answer(path, grant, _Query(scope))
 
     async def _answer(self, path: str, grant: KeyGrant, query: _Query) -> Any:
         if path == PREFIX:

@@ -16,7 +16,7 @@ from dataplane.protocol import HEADER_REASON, Histogram
 
 MAX_TOKENS = 1 << 31
 """No request has more."""
-MAX_MESSAGE = 300
+MAX_MESSAGE = 200
 """Characters kept of what a refused client was told."""
 
 

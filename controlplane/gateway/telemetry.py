@@ -27,8 +27,12 @@ MAX_WINDOWS = 360
 WINDOWS_PER_REPORT = 30
 MAX_SERIES = 4096
 """Series of one window; tenants beyond it are counted together as `OTHER`."""
-MAX_REFUSALS = 2048
+MAX_REFUSALS = 512
 """Tenants and reasons of refusals of one window; what is beyond is in the series alone."""
+MAX_LIMITS = 32
+"""Reasons of one tenant in one window that name their limit; what is beyond is counted by its code."""
+EXPLAINED_S = 30
+"""How long a window keeps the refused requests themselves when nobody takes it; their counts stay."""
 OTHER = "(other tenants)"
 STRANGERS = "(no usable key)"
 """Stands for the tenant of requests without a usable key. No slug can read like either."""
@@ -41,11 +45,13 @@ Reason = tuple[str, str, str]
 class _Window:
     """`version` grows with every count; `acknowledged` is the one the receiver has certainly stored."""
 
-    __slots__ = ("acknowledged", "doubtful", "refusals", "series", "version")
+    __slots__ = ("acknowledged", "doubtful", "explained", "refusals", "series", "version")
 
     def __init__(self) -> None:
         self.series: dict[Key, GatewayCounters] = {}
         self.refusals: dict[Reason, GatewayRefusals] = {}
+        self.explained: dict[str, int] = {}
+        """Reasons by tenant, as long as the refused requests themselves are kept."""
         self.version = 0
         self.acknowledged = 0
         self.doubtful = False
@@ -167,14 +173,19 @@ class Recorder:
         """Keep for its tenant why a request was refused, in the window it was just counted in."""
         if record.grant is None:
             return
-        refusals = self._window().refusals
-        reason = (record.tenant, record.reason, record.refused_quota)
-        found = refusals.get(reason)
-        if found is None:
-            if len(refusals) >= MAX_REFUSALS:
+        window = self._window()
+        quota_id, kind = record.refused_quota, record.refused_kind
+        if (record.tenant, record.reason, quota_id) not in window.refusals:
+            if len(window.refusals) >= MAX_REFUSALS:
                 return
-            found = refusals[reason] = GatewayRefusals(
-                tenant=record.tenant, code=record.reason, quota_id=record.refused_quota, kind=record.refused_kind
+            if window.explained.get(record.tenant, 0) >= MAX_LIMITS:
+                quota_id = ""
+        reason = (record.tenant, record.reason, quota_id)
+        found = window.refusals.get(reason)
+        if found is None:
+            window.explained[record.tenant] = window.explained.get(record.tenant, 0) + 1
+            found = window.refusals[reason] = GatewayRefusals(
+                tenant=record.tenant, code=record.reason, quota_id=quota_id, kind=kind
             )
         found.count += 1
         told = RefusedRequest(
@@ -197,10 +208,19 @@ class Recorder:
         window = self._windows.get(start)
         if window is None:
             window = self._windows[start] = _Window()
+            self._shorten(start - EXPLAINED_S)
             if len(self._windows) > MAX_WINDOWS:
                 self._merge_oldest()
         window.version += 1
         return window
+
+    def _shorten(self, before: int) -> None:
+        """Forget the refused requests of windows that nobody took for long."""
+        for start, window in self._windows.items():
+            if start < before and window.explained:
+                window.explained = {}
+                for refusals in window.refusals.values():
+                    refusals.latest = []
 
     def _merge_oldest(self) -> None:
         """Fold the two oldest windows that were certainly never stored into the earlier one."""

@@ -400,6 +400,20 @@ async def test_scopes_paths_methods_and_bad_input_are_refused_by_name(gateway: D
     assert code(await ask(gateway, key, "/requests", **{**more, "reason": "x" * 20_000}))[0] == 413
 
 
+async def test_a_client_that_leaves_while_it_asks_costs_nothing(
+    gateway: Deployed, operator: Clerk, caplog: pytest.LogCaptureFixture
+) -> None:
+    await operator.tenant("acme")
+    key = await operator.scoped_key("acme")
+    _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
+    head = ["POST /v1/quota/requests HTTP/1.1", "host: x", f"authorization: Bearer {key}", "content-length: 50", "", ""]
+    writer.write("\r\n".join(head).encode() + b"{")
+    await writer.drain()
+    writer.close()
+    assert (await ask(gateway, key, "/requests"))[1]["data"] == []
+    assert not [entry for entry in caplog.records if entry.levelname == "ERROR"]
+
+
 async def test_open_requests_of_a_tenant_are_bounded_and_questions_of_a_key_rationed(
     gateway: Deployed, operator: Clerk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
