@@ -58,6 +58,7 @@ def config() -> OpenAPIConfig:
             Tag(name="quotas", description="Limits of tenants, temporary raises, and requests for more."),
             Tag(name="prices", description="What use of a pool costs, with its history."),
             Tag(name="slos", description="Objectives promised per tenant, pool and class."),
+            Tag(name="policy", description="Which policy is in force where, what changed, and the way back."),
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),
             Tag(name="telemetry", description="What the gateways and engines measured."),
