@@ -17,13 +17,13 @@ from litestar import Litestar
 from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.exceptions import HTTPException
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Scope
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane import error_responses, openapi, query_parameters, request_id
 from controlplane.component import Component, Lifespan, Resources
-from controlplane.db import create_engine, transaction
+from controlplane.db import acting_as, create_engine, transaction
 from controlplane.errors import TidegateError
 from controlplane.health import HealthProbe, healthz
 from controlplane.logs import configure_logging
@@ -50,6 +50,7 @@ DOMAINS = {
         "ledger",
         "canaries",
         "promptlog",
+        "policy",
         "console",
     ),
 }
@@ -181,9 +182,12 @@ def _common(role: Role, resources: Resources, components: Sequence[Component]) -
     }
 
 
-async def provide_session(state: State) -> AsyncIterator[AsyncSession]:
-    """The request's one transaction."""
+async def provide_session(state: State, scope: Scope) -> AsyncIterator[AsyncSession]:
+    """The request's one transaction, in the name of whoever sent it where it may change something."""
+    who = str(getattr(scope.get("user"), "name", ""))
     async with transaction(state.resources.engine) as session:
+        if who and scope.get("method") not in {"GET", "HEAD"}:
+            await acting_as(session, who)
         yield session
 
 

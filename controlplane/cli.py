@@ -26,6 +26,7 @@ COMMANDS = {
     "price": ("controlplane.quotas.price_cli:price", "Set and list prices of pools."),
     "slo": ("controlplane.slo.cli:slo", "Promise latencies and availability to tenants."),
     "canary": ("controlplane.canaries.cli:canary", "See when each limit was last proven, and prove them now."),
+    "policy": ("controlplane.policy.cli:policy", "Show the policy's epoch everywhere, take changes back."),
     "usage": ("controlplane.ledger.cli:usage", "Sum, export and bill what tenants used."),
     "prompts": ("controlplane.promptlog.cli:prompts", "Keep a tenant's prompts, redacted, or stop; read them."),
     "serve": ("controlplane.serve:serve", "Run one control-plane process: gateway or control."),

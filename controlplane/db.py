@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
@@ -58,6 +58,11 @@ def create_engine(settings: Settings, *, pool_size: int = 10, pooled: bool = Tru
 def after_commit(session: AsyncSession, action: Callable[[], Awaitable[None]]) -> None:
     """Run `action` once the session's transaction is committed; a rollback drops it."""
     session.info.setdefault("after_commit", []).append(action)
+
+
+async def acting_as(session: AsyncSession, who: str) -> None:
+    """Whatever the session's transaction changes in the policy is `who`'s, for the history (migration 0007)."""
+    await session.execute(text("SELECT set_config('tidegate.actor', :who, true)"), {"who": who})
 
 
 @asynccontextmanager

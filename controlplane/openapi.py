@@ -59,6 +59,7 @@ def config() -> OpenAPIConfig:
             Tag(name="prices", description="What use of a pool costs, with its history."),
             Tag(name="canaries", description="When each limit was last proven to hold."),
             Tag(name="slos", description="Objectives promised per tenant, pool and class."),
+            Tag(name="policy", description="Which policy is in force where, what changed, and the way back."),
             Tag(name="accounts", description="Operators' own access."),
             Tag(name="fleet", description="Pools and replicas."),
             Tag(name="telemetry", description="What the gateways and engines measured."),

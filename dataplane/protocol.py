@@ -431,9 +431,36 @@ class GatewaySeries(Message, frozen=True, kw_only=True):
     counters: GatewayCounters
 
 
+LATEST_REFUSED = 5
+"""Refused requests that one window keeps of one tenant and reason."""
+
+
+class RefusedRequest(Message, frozen=True, kw_only=True):
+    """One refused request as its tenant may read of it; `at` is its arrival in Unix seconds."""
+
+    at: float
+    request_id: str
+    key_id: str
+    message: str
+
+
+class GatewayRefusals(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One tenant's requests that a gateway refused for one reason: `quota_id` and `kind` name the limit that was in the
+    way and are empty for other reasons. `latest` are the last `LATEST_REFUSED` of them.
+    """
+
+    tenant: str
+    code: str
+    quota_id: str = ""
+    kind: str = ""
+    count: int = 0
+    latest: list[RefusedRequest] = []
+
+
 class GatewayWindow(Message, frozen=True, kw_only=True):
     start: int
     series: list[GatewaySeries] = []
+    refusals: list[GatewayRefusals] = []
 
 
 class GatewayReport(Message, frozen=True, kw_only=True):

@@ -62,6 +62,19 @@ class SoftLimit(msgspec.Struct, frozen=True, kw_only=True):
     soft: int
 
 
+class Reserved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant's live leases hold: units by counter key and by the start of its calendar window, 0 for other
+    counters. `units` is None when there are too many `leases` to sum.
+    """
+
+    leases: int
+    units: dict[tuple[str, int], int] | None
+
+    def held(self, charge: Charge, at: float) -> int | None:
+        """Units of one limit in the window that holds `at`; None when they are too many to sum."""
+        return None if self.units is None else self.units.get((charge.key, charge.start(at)), 0)
+
+
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`repeated`: this very call was answered before, and nothing was taken again. `uncounted` names the quotas that
     let it pass because the store is away.

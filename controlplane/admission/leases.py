@@ -53,6 +53,7 @@ from controlplane.admission.answers import (
     Reasserted,
     Refusal,
     Refused,
+    Reserved,
     Settled,
     Standing,
     Unavailable,
@@ -75,6 +76,8 @@ LONGEST_S = 3600.0
 """A lease is kept alive for so long: one that its holder forgot ends."""
 TOGETHER = 64
 """Leases said to be still held in one call."""
+MOST_SUMMED = 512
+"""Live leases of one tenant that are summed when somebody asks what they hold."""
 MOST_TENANTS = 10_000
 MOST_SETTLED = 10_000
 """Endings a process remembers, so that a repeat is harmless even when the store was lost in between."""
@@ -293,6 +296,11 @@ class Leases:
                 return wire.standings(charges, standings)
             case _:
                 return OutsideWindows(now=answer[1] / wire.SECOND_US)
+
+    async def reserved(self, tenant_id: str) -> Reserved | Unavailable:
+        """What the tenant's live leases hold, all gateways' together. Takes nothing."""
+        answer = await self._ask_keys("reserved", tenant_id, [], [MOST_SUMMED])
+        return Unavailable() if isinstance(answer, _Silence) else wire.reserved(answer)
 
     async def beat(self) -> None:
         """Renew all leases in flight, and tell the store what it was not told."""

@@ -12,7 +12,7 @@ from importlib import resources
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-NAMES = ("acquire", "extend", "settle", "reassert", "hydrate", "peek")
+NAMES = ("acquire", "extend", "settle", "reassert", "hydrate", "peek", "reserved")
 
 
 @cache

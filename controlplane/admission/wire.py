@@ -24,6 +24,7 @@ from controlplane.admission.answers import (
     Reasserted,
     Refusal,
     Refused,
+    Reserved,
     Settled,
     Standing,
     refused,
@@ -144,6 +145,13 @@ def settled(lease: Lease, answer: list[Any]) -> Settled | Ended:
             return Ended(why=Ending(why))
         case _:
             raise ValueError(f"a lease script answered {answer[:1]!r}")
+
+
+def reserved(answer: list[Any]) -> Reserved:
+    _, _, _, leases, units = answer
+    return Reserved(
+        leases=leases, units={(key, place): held for key, place, held in units} if units is not False else None
+    )
 
 
 def reasserted(lease: Lease, epoch: int, words: list[Any]) -> Reasserted:

@@ -16,10 +16,12 @@ from controlplane.component import Component, Resources
 from controlplane.console.controllers import (
     keys,
     overview,
+    policy,
     prices,
     principals,
     projects,
     prompts,
+    quota_requests,
     quotas,
     replicas,
     session,
@@ -59,9 +61,11 @@ PAGES = [
     principals.activate_principal,
     principals.deactivate_principal,
     *quotas.PAGES,
+    *quota_requests.PAGES,
     *prices.PAGES,
     *slos.PAGES,
     *prompts.PAGES,
+    *policy.PAGES,
 ]
 
 

@@ -35,6 +35,9 @@ from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.policy import PolicyFeed
 from controlplane.gateway.prefetch import Prefetch
 from controlplane.gateway.prompt_log import PromptLog
+from controlplane.gateway.quota_desk import QuotaDesk
+from controlplane.gateway.quota_routes import QuotaRoutes
+from controlplane.gateway.quota_use import UseReader
 from controlplane.gateway.quotas import CAPACITY as MOST_TENANTS
 from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.reporter import GatewayReporter
@@ -57,18 +60,18 @@ logger = logging.getLogger("tidegate.gateway")
 def component(resources: Resources) -> Component:
     """The routes under /v1 and the work behind them."""
     parts = _Parts(resources)
-    endpoint = Endpoint(parts.gateway)
+    endpoint = Endpoint(parts.gateway, parts.quota_routes)
     return Component(
-        routes=[mount(parts.gateway)],
+        routes=[mount(parts.gateway, parts.quota_routes)],
         lifespans=[parts.lifespan],
         state={"gateway": parts.gateway},
         direct=("/v1/", endpoint),
     )
 
 
-def mount(gateway: Gateway) -> ASGIRouteHandler:
+def mount(gateway: Gateway, quotas: QuotaRoutes | None = None) -> ASGIRouteHandler:
     """The route of everything below /v1."""
-    endpoint = Endpoint(gateway)
+    endpoint = Endpoint(gateway, quotas)
 
     @asgi("/v1", is_mount=True, copy_scope=False)
     async def v1(scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,6 +139,9 @@ class _Parts:
             prompt_log=PromptLog(
                 settings, on_delivered=metrics.prompts_logged.inc, on_dropped=metrics.prompts_dropped.inc
             ),
+        )
+        self.quota_routes = QuotaRoutes(
+            self._quotas, UseReader(self._leases, LedgerSums(resources.engine)), QuotaDesk(resources.engine)
         )
         self._reporter = GatewayReporter(
             settings,

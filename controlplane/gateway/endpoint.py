@@ -17,11 +17,13 @@ from litestar.types import HTTPScope, Receive, Scope, Send
 
 from controlplane.errors import NotFoundError, TidegateError
 from controlplane.gateway.asgi import JSON_TYPE, RequestHead, discard_body, respond, respond_error
-from controlplane.gateway.errors import MethodNotAllowedError
+from controlplane.gateway.errors import ClientGoneError, MethodNotAllowedError
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.models import list_models, one_model
 from controlplane.gateway.paths import INFERENCE, MODELS
+from controlplane.gateway.quota_routes import PREFIX as QUOTA
+from controlplane.gateway.quota_routes import QuotaRoutes
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import HEADER_REQUEST
@@ -32,8 +34,9 @@ logger = logging.getLogger("tidegate.gateway")
 class Endpoint:
     """Serves everything below /v1."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, quotas: QuotaRoutes | None = None) -> None:
         self._gateway = gateway
+        self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != ScopeType.HTTP:
@@ -47,12 +50,20 @@ class Endpoint:
         inference = path in INFERENCE
         tenant = ""
         try:
-            _check_route(scope, path)
+            if not self._is_quota(path):
+                _check_route(scope, path)
             grant = await gateway.keys.authenticate(head.authorization)
             tenant = grant.tenant
+            if self._quotas is not None and self._is_quota(path):
+                body = await self._quotas.answer(scope, path, head, grant, receive)
+                gateway.metrics.answered(grant.tenant, 200)
+                await respond(send, 200, body, [JSON_TYPE, (HEADER_REQUEST.encode(), request_id.encode())])
+                return
             if not inference:
                 await self._models(path, grant, send, request_id)
                 return
+        except ClientGoneError:
+            return
         except TidegateError as error:
             if inference:
                 record = RequestRecord(request_id=request_id, grant=None, at=time.time(), accepted=arrived)
@@ -66,6 +77,9 @@ class Endpoint:
         finally:
             gateway.forged(tenant, head.forged)
         await Exchange(gateway, grant, path, request_id, arrived).serve(head, receive, send)
+
+    def _is_quota(self, path: str) -> bool:
+        return self._quotas is not None and (path == QUOTA or path.startswith(QUOTA + "/"))
 
     async def _models(self, path: str, grant: KeyGrant, send: Send, request_id: str) -> None:
         fleet = self._gateway.fleet

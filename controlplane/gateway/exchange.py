@@ -97,7 +97,7 @@ class Exchange:
                 gateway.retries.earn()
                 await self._watched(self._metered(request, send), receive)
         except TidegateError as error:
-            record.conclude(Outcome.REFUSED, error.code, error.status)
+            record.refuse(error)
             await discard_body(head, receive)
             await respond_error(send, error, record.request_id)
         except ClientGoneError:

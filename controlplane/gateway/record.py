@@ -9,12 +9,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from controlplane.errors import TidegateError
 from controlplane.gateway.chunks import Usage
 from controlplane.tenants.schemas import KeyGrant
-from dataplane.protocol import Histogram
+from dataplane.protocol import HEADER_REASON, Histogram
 
 MAX_TOKENS = 1 << 31
 """No request has more."""
+MAX_MESSAGE = 200
+"""Characters kept of what a refused client was told."""
 
 
 class Outcome(enum.StrEnum):
@@ -50,6 +53,10 @@ class RequestRecord:
     status: int = 0
     outcome: Outcome | None = None
     reason: str = ""
+    refused_quota: str = ""
+    refused_kind: str = ""
+    refused_message: str = ""
+    """Of a request that was refused: the limit in the way, if one was, and the sentence the client was told."""
     ttft_s: float | None = None
     ttft_visible_s: float | None = None
     tpot_s: float | None = None
@@ -72,6 +79,15 @@ class RequestRecord:
         """Say how the request ended; the first conclusion stands."""
         if self.outcome is None:
             self.outcome, self.reason, self.status = outcome, reason, status
+
+    def refuse(self, error: TidegateError) -> None:
+        """The request ends refused by `error`, unless it has ended already."""
+        if self.outcome is None:
+            self.conclude(Outcome.REFUSED, error.code, error.status)
+            said = error.message[:MAX_MESSAGE]  # it may quote the client
+            self.refused_message = "".join(each if each.isprintable() else "?" for each in said)
+            told = dict(part.partition("=")[::2] for part in error.headers.get(HEADER_REASON, "").split("; "))
+            self.refused_quota, self.refused_kind = told.get("quota", ""), told.get("limit", "")
 
     def take_usage(self, usage: Usage | None) -> None:
         """The engine's own token counts."""

@@ -13,31 +13,45 @@ from collections.abc import Callable
 
 from controlplane.gateway.record import Outcome, RequestRecord
 from dataplane.protocol import (
+    LATEST_REFUSED,
     WINDOW_SECONDS,
     GatewayCounters,
+    GatewayRefusals,
     GatewaySeries,
     GatewayWindow,
     Histogram,
+    RefusedRequest,
 )
 
 MAX_WINDOWS = 360
 WINDOWS_PER_REPORT = 30
 MAX_SERIES = 4096
 """Series of one window; tenants beyond it are counted together as `OTHER`."""
+MAX_REFUSALS = 512
+"""Tenants and reasons of refusals of one window; what is beyond is in the series alone."""
+MAX_LIMITS = 32
+"""Reasons of one tenant in one window that name their limit; what is beyond is counted by its code."""
+EXPLAINED_S = 30
+"""How long a window keeps the refused requests themselves when nobody takes it; their counts stay."""
 OTHER = "(other tenants)"
 STRANGERS = "(no usable key)"
 """Stands for the tenant of requests without a usable key. No slug can read like either."""
 
 Key = tuple[str, str, str]
+Reason = tuple[str, str, str]
+"""Tenant, code and the id of the limit in the way."""
 
 
 class _Window:
     """`version` grows with every count; `acknowledged` is the one the receiver has certainly stored."""
 
-    __slots__ = ("acknowledged", "doubtful", "series", "version")
+    __slots__ = ("acknowledged", "doubtful", "explained", "refusals", "series", "version")
 
     def __init__(self) -> None:
         self.series: dict[Key, GatewayCounters] = {}
+        self.refusals: dict[Reason, GatewayRefusals] = {}
+        self.explained: dict[str, int] = {}
+        """Reasons by tenant, as long as the refused requests themselves are kept."""
         self.version = 0
         self.acknowledged = 0
         self.doubtful = False
@@ -85,6 +99,7 @@ class Recorder:
                 counters.e2e.record(record.e2e_s)
             case Outcome.REFUSED:
                 _add(counters.refused, record.reason)
+                self._explain(record)
             case Outcome.FAILED:
                 _add(counters.failed, record.reason)
             case Outcome.CANCELLED:
@@ -119,7 +134,8 @@ class Recorder:
                 GatewaySeries(tenant=tenant, pool=pool, replica=replica, counters=counters)
                 for (tenant, pool, replica), counters in window.series.items()
             ]
-            windows.append(GatewayWindow(start=start, series=series))
+            refusals = list(window.refusals.values())
+            windows.append(GatewayWindow(start=start, series=series, refusals=refusals))
             versions[start] = window.version
         self._reporting = frozenset(versions)
         return windows, versions
@@ -157,20 +173,58 @@ class Recorder:
     def _count(self, record: RequestRecord) -> GatewayCounters:
         return self._counters((record.tenant or STRANGERS, record.pool, record.replica))
 
+    def _explain(self, record: RequestRecord) -> None:
+        """Keep for its tenant why a request was refused, in the window it was just counted in."""
+        if record.grant is None:
+            return
+        window = self._window()
+        quota_id, kind = record.refused_quota, record.refused_kind
+        if (record.tenant, record.reason, quota_id) not in window.refusals:
+            if len(window.refusals) >= MAX_REFUSALS:
+                return
+            if window.explained.get(record.tenant, 0) >= MAX_LIMITS:
+                quota_id = ""
+        reason = (record.tenant, record.reason, quota_id)
+        found = window.refusals.get(reason)
+        if found is None:
+            window.explained[record.tenant] = window.explained.get(record.tenant, 0) + 1
+            found = window.refusals[reason] = GatewayRefusals(
+                tenant=record.tenant, code=record.reason, quota_id=quota_id, kind=kind
+            )
+        found.count += 1
+        told = RefusedRequest(
+            at=record.at, request_id=record.request_id, key_id=record.key_id, message=record.refused_message
+        )
+        found.latest = [*found.latest[1 - LATEST_REFUSED :], told]
+
     def _counters(self, key: Key) -> GatewayCounters:
-        start = self._start()
-        window = self._windows.get(start)
-        if window is None:
-            window = self._windows[start] = _Window()
-            if len(self._windows) > MAX_WINDOWS:
-                self._merge_oldest()
-        window.version += 1
+        window = self._window()
         counters = window.series.get(key)
         if counters is None:
             if len(window.series) >= MAX_SERIES:
                 key = (OTHER, "", "")
             counters = window.series.setdefault(key, GatewayCounters())
         return counters
+
+    def _window(self) -> _Window:
+        """The window of now, about to be counted into."""
+        start = self._start()
+        window = self._windows.get(start)
+        if window is None:
+            window = self._windows[start] = _Window()
+            self._shorten(start - EXPLAINED_S)
+            if len(self._windows) > MAX_WINDOWS:
+                self._merge_oldest()
+        window.version += 1
+        return window
+
+    def _shorten(self, before: int) -> None:
+        """Forget the refused requests of windows that nobody took for long."""
+        for start, window in self._windows.items():
+            if start < before and window.explained:
+                window.explained = {}
+                for refusals in window.refusals.values():
+                    refusals.latest = []
 
     def _merge_oldest(self) -> None:
         """Fold the two oldest windows that were certainly never stored into the earlier one."""
@@ -187,6 +241,12 @@ class Recorder:
                 kept.series[key].merge(counters)
             else:
                 kept.series[key] = counters
+        for reason, refusals in gone.refusals.items():
+            if (held := kept.refusals.get(reason)) is not None:
+                held.count += refusals.count
+                held.latest = [*held.latest, *refusals.latest][-LATEST_REFUSED:]
+            elif len(kept.refusals) < MAX_REFUSALS:
+                kept.refusals[reason] = refusals
         kept.version += gone.version
 
     def _start(self) -> int:

@@ -154,11 +154,29 @@ def list_requests(client: AdminClient, *, as_json: bool, tenant: str | None, sta
 
 @quota.command("approve")
 @click.argument("request_id")
+@click.option("--amount", type=click.IntRange(min=1), default=None, help="Give so much instead of what is asked.")
+@click.option("--until", type=TIME, default=None, help="Until then, in UTC, instead of what is asked.")
+@click.option("--for-good", is_flag=True, help="Raise the limit itself, whatever is asked.")
 @click.option("--note", default="", help="What to tell the tenant.")
 @talks
-def approve(client: AdminClient, *, as_json: bool, request_id: str, note: str) -> None:
-    """Give what a request asks for."""
-    done = client.call("POST", f"/quota-requests/{segment(request_id)}/approve", {"note": note})
+def approve(
+    client: AdminClient,
+    *,
+    as_json: bool,
+    request_id: str,
+    amount: int | None,
+    until: datetime | None,
+    for_good: bool,
+    note: str,
+) -> None:
+    """Give what a request asks for, or what the options say."""
+    if until is not None and for_good:
+        raise AdminApiError("say --until or --for-good, not both", usage=True)
+    body: dict[str, Any] = {"note": note, **terminal.given(amount=amount)}
+    if until is not None or for_good:
+        ends = _utc(until)
+        body["until"] = None if ends is None else ends.isoformat()
+    done = client.call("POST", f"/quota-requests/{segment(request_id)}/approve", body)
     _show_requests([done], as_json, single=True)
 
 
@@ -240,6 +258,7 @@ def _show_requests(rows: list[Any], as_json: bool, *, single: bool = False) -> N
         "until": lambda row: terminal.moment(row["until"]) if row["until"] else "for good",
         "reason": lambda row: row["reason"],
         "state": lambda row: row["state"],
+        "given": lambda row: _or_dash(row["given"]),
         "decided by": lambda row: _or_dash(row["decided_by"]),
     }
     terminal.show(rows, columns, as_json, single=single, empty="nobody asks for more")

@@ -16,6 +16,7 @@ from controlplane.paging import LARGEST, Page
 from controlplane.quotas import price_service, request_service, service
 from controlplane.quotas.schemas import QuotaKind
 from controlplane.quotas.views import (
+    ApprovalSpec,
     DecisionSpec,
     GrantSpec,
     GrantView,
@@ -197,9 +198,9 @@ class QuotaRequestController(Controller):
         session: NamedDependency[AsyncSession],
         current_user: NamedDependency[Principal],
         request_id: FromPath[UUID],
-        data: JSONBody[DecisionSpec],
+        data: JSONBody[ApprovalSpec],
     ) -> QuotaRequestView:
-        return await request_service.approve(session, request_id, by=current_user.name, note=data.note)
+        return await request_service.approve(session, request_id, by=current_user.name, given=data)
 
     @post("/{request_id:uuid}/decline", operation_id="declineQuotaRequest", summary="Give nothing", status_code=200)
     async def decline(

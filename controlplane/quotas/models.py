@@ -119,7 +119,11 @@ class PriceRow(Base):
 
 
 class QuotaRequest(Base):
-    """A tenant asks for `amount` more of one quota, until an instant or for good; it outlives the quota it names."""
+    """A tenant asks for `amount` more of one quota, until an instant or for good; it outlives the quota it names.
+    `wanted` is the hard limit it wished for, if it said so.
+
+    Approved, it was given `given` until `given_until`, or for good when that is null.
+    """
 
     __tablename__ = "quota_requests"
     __table_args__ = (
@@ -127,6 +131,7 @@ class QuotaRequest(Base):
         CheckConstraint("amount > 0", name="amount"),
         CheckConstraint("state IN ('open', 'approved', 'declined')", name="state"),
         CheckConstraint("(state = 'open') = (decided_at IS NULL)", name="decided"),
+        CheckConstraint("(state = 'approved') = (given IS NOT NULL)", name="given"),
         UniqueConstraint("tenant_id", "idempotency_key"),
         Index("ix_quota_requests_created_at_id", "created_at", "id"),
         Index("ix_quota_requests_tenant_id_created_at_id", "tenant_id", "created_at", "id"),
@@ -142,6 +147,7 @@ class QuotaRequest(Base):
     model: Mapped[str] = mapped_column(String(200), server_default=text("''"))
     kind: Mapped[str] = mapped_column(String(40))
     amount: Mapped[int] = mapped_column(BigInteger)
+    wanted: Mapped[int | None] = mapped_column(BigInteger)
     until: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     reason: Mapped[str] = mapped_column(String(500))
     asked_by: Mapped[str] = mapped_column(String(254))
@@ -149,5 +155,7 @@ class QuotaRequest(Base):
     decided_by: Mapped[str | None] = mapped_column(String(254))
     decided_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     note: Mapped[str] = mapped_column(String(500), server_default=text("''"))
+    given: Mapped[int | None] = mapped_column(BigInteger)
+    given_until: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     idempotency_key: Mapped[str | None] = mapped_column(String(128))
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())

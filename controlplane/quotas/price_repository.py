@@ -37,6 +37,12 @@ async def following(session: AsyncSession, pool: str, at: datetime) -> PriceRow 
     return (await session.scalars(query.order_by(PriceRow.valid_from).limit(1))).one_or_none()
 
 
+async def ended_at(session: AsyncSession, pool: str, at: datetime) -> PriceRow | None:
+    """The price of `pool` that ended at `at`."""
+    query = select(PriceRow).where(PriceRow.pool == pool, PriceRow.valid_until == at)
+    return (await session.scalars(query)).one_or_none()
+
+
 async def end_before(session: AsyncSession, pool: str, at: datetime, until: datetime | None) -> None:
     """Let the last price of `pool` that starts before `at` end at `until`, if it reaches as far as `at`."""
     await session.execute(

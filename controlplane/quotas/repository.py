@@ -156,6 +156,11 @@ async def end_grant(session: AsyncSession, quota_id: UUID, grant_id: UUID, now: 
     return found.one_or_none()
 
 
+async def change_grant(session: AsyncSession, grant_id: UUID, expires_at: datetime) -> None:
+    """Let a raise end at another time."""
+    await session.execute(update(Grant).where(Grant.id == grant_id).values(expires_at=expires_at))
+
+
 async def with_grants(
     session: AsyncSession, tenant_ids: Collection[UUID], now: datetime
 ) -> list[tuple[Quota, Grant | None]]:

@@ -6,12 +6,19 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import func, select, tuple_, update
+from sqlalchemy import ColumnElement, and_, func, or_, select, text, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.quotas.models import QuotaRequest
 from controlplane.quotas.views import RequestState
+
+_LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('tidegate quota requests of ' || :tenant, 0))")
+
+
+async def lock(session: AsyncSession, tenant_id: UUID) -> None:
+    """Nobody else asks for this tenant until the transaction ends."""
+    await session.execute(_LOCK, {"tenant": str(tenant_id)})
 
 
 async def add(session: AsyncSession, **values: Any) -> QuotaRequest | None:
@@ -29,9 +36,45 @@ async def by_idempotency_key(session: AsyncSession, tenant_id: UUID, key: str) -
     return found.one_or_none()
 
 
-async def count_open(session: AsyncSession, tenant_id: UUID) -> int:
-    query = select(func.count()).where(QuotaRequest.tenant_id == tenant_id, QuotaRequest.state == RequestState.OPEN)
-    return int(await session.scalar(query) or 0)
+async def count_open(session: AsyncSession, tenant_id: UUID | None, most: int) -> int:
+    """Open requests of one tenant or of all, at most `most`."""
+    query = select(QuotaRequest.id).where(QuotaRequest.state == RequestState.OPEN)
+    if tenant_id is not None:
+        query = query.where(QuotaRequest.tenant_id == tenant_id)
+    return int(await session.scalar(select(func.count()).select_from(query.limit(most).subquery())) or 0)
+
+
+def _concerns(project: str, identity: str) -> ColumnElement[bool]:
+    """Requests about limits that a key of `project` meets: its own, its project's, the tenant's."""
+    table = QuotaRequest
+    wider = and_(table.key_identity.is_(None), or_(table.project.is_(None), table.project == project))
+    return or_(table.key_identity == identity, wider)
+
+
+async def of_key(
+    session: AsyncSession,
+    tenant_id: UUID,
+    project: str,
+    identity: str,
+    *,
+    after: tuple[datetime, UUID] | None,
+    limit: int,
+) -> list[QuotaRequest]:
+    """Newest first, one more than `limit`."""
+    order = (QuotaRequest.created_at, QuotaRequest.id)
+    query = select(QuotaRequest).where(QuotaRequest.tenant_id == tenant_id, _concerns(project, identity))
+    if after is not None:
+        query = query.where(tuple_(*order) < tuple_(*after))
+    return list(await session.scalars(query.order_by(*(each.desc() for each in order)).limit(limit + 1)))
+
+
+async def one_of_key(
+    session: AsyncSession, tenant_id: UUID, project: str, identity: str, request_id: UUID
+) -> QuotaRequest | None:
+    query = select(QuotaRequest).where(
+        QuotaRequest.id == request_id, QuotaRequest.tenant_id == tenant_id, _concerns(project, identity)
+    )
+    return (await session.scalars(query)).one_or_none()
 
 
 async def one(session: AsyncSession, request_id: UUID) -> QuotaRequest | None:
@@ -58,14 +101,12 @@ async def requests(
     return list(await session.scalars(query))
 
 
-async def decide(
-    session: AsyncSession, request_id: UUID, state: RequestState, *, by: str, note: str
-) -> QuotaRequest | None:
+async def decide(session: AsyncSession, request_id: UUID, state: RequestState, **values: Any) -> QuotaRequest | None:
     """Claim the decision of an open request; None when there is none, or somebody has decided it."""
     decided = await session.scalars(
         update(QuotaRequest)
         .where(QuotaRequest.id == request_id, QuotaRequest.state == RequestState.OPEN)
-        .values(state=state, decided_by=by, decided_at=func.now(), note=note)
+        .values(state=state, decided_at=func.now(), **values)
         .returning(QuotaRequest)
         .execution_options(populate_existing=True)
     )

@@ -141,14 +141,33 @@ class QuotaRequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     model: Model | None = None
 
 
+class MoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key asks for: one limit, by its id, as high as `hard`; for good when `until` is left out."""
+
+    quota_id: UUID
+    hard: Annotated[int, Meta(ge=1, le=LARGEST_AMOUNT, description="the hard limit wished for", examples=[150000])]
+    reason: Reason
+    until: Moment | None = None
+
+
 class DecisionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to tell the tenant with the decision."""
 
     note: Note = ""
 
 
+class ApprovalSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to give: left out, what was asked. `until` null raises the limit for good."""
+
+    note: Note = ""
+    amount: More | UnsetType = UNSET
+    until: Moment | UnsetType | None = UNSET
+
+
 class QuotaRequestView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant asked for and what became of it. `quota_id` is null when that limit is gone."""
+    """What a tenant asked for and what became of it. `quota_id` is null when that limit is gone; `wanted` is the hard
+    limit that a key asked for; `given` is what an approval gave, until `given_until` or for good.
+    """
 
     id: UUID
     tenant: str
@@ -158,6 +177,7 @@ class QuotaRequestView(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
     kind: QuotaKind
     amount: int
+    wanted: int | None
     until: datetime | None
     reason: str
     asked_by: str
@@ -165,4 +185,6 @@ class QuotaRequestView(msgspec.Struct, frozen=True, kw_only=True):
     decided_by: str | None
     decided_at: datetime | None
     note: str
+    given: int | None
+    given_until: datetime | None
     created_at: datetime

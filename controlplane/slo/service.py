@@ -6,6 +6,7 @@ gateways. Error budgets and burn rates are computed elsewhere, from what is stor
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 from msgspec import UNSET
@@ -82,6 +83,33 @@ async def delete_slo(session: AsyncSession, slo_id: UUID) -> SloView:
     gone = await get_slo(session, slo_id)
     await repository.remove(session, slo_id)
     return gone
+
+
+async def restore_slo(session: AsyncSession, before: dict[str, Any] | None, after: dict[str, Any] | None) -> None:
+    """Bring back what objectives were before a change; both are rows of the history as JSON, None where there was none.
+    Raises ConflictError where others hold by now.
+    """
+    if before is None:
+        assert after is not None
+        await delete_slo(session, UUID(after["id"]))
+        return
+    values = {name: before[name] for name in (*OBJECTIVES, "enabled")}
+    if after is not None:
+        await change_slo(session, UUID(before["id"]), SloPatch(**values))
+        return
+    check_objectives(**{name: values[name] for name in OBJECTIVES})
+    owner = await resolve_owner(session, before["tenant"]) if before["tenant"] is not None else None
+    added = await repository.add(
+        session,
+        id=UUID(before["id"]),
+        tenant_id=owner.tenant_id if owner else None,
+        tenant=before["tenant"],
+        pool=before["pool"],
+        service_class=before["class"],
+        **values,
+    )
+    if added is None:
+        raise ConflictError("it cannot be restored: others hold by now", code="not_reversible")
 
 
 async def load_slos(session: AsyncSession) -> tuple[Slo, ...]:

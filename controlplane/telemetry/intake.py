@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.fleet import service as fleet
 from controlplane.fleet.live import LiveLoad
 from controlplane.ledger import service as ledger
-from controlplane.telemetry import repository
+from controlplane.telemetry import refusals, repository
 from controlplane.telemetry.validation import (
     RefusedError,
     check_gateway_report,
@@ -51,6 +51,7 @@ class _Sorted:
     """The parts of one report that may be stored."""
 
     rows: list[WindowRow] = field(default_factory=list)
+    refusals: list[refusals.RefusalRow] = field(default_factory=list)
     usage: list[UsageRecord] = field(default_factory=list)
     set_aside: list[tuple[UsageRecord, str]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -72,6 +73,7 @@ async def store(session: AsyncSession, batch: Sequence[Incoming], now: float) ->
 
     rows = newest(row for part in parts.values() for row in part.rows)
     changed = await repository.put_windows(session, WINDOW_SECONDS, rows)
+    await refusals.put(session, [one for part in parts.values() for one in part.refusals])
     result.usage = await ledger.record(session, [one for part in parts.values() for one in part.usage])
     await ledger.set_aside(session, [one for part in parts.values() for one in part.set_aside])
     await repository.touch(session, MINUTE_JOB, {aligned(start, 60) for start in changed})
@@ -125,6 +127,8 @@ async def _gateways(session: AsyncSession, good: dict[int, Incoming], now: float
         boot_epoch, sequence = stored.get(report.gateway, (report.boot_epoch, 0))
         part = _Sorted()
         part.rows, part.reasons = gateway_rows(report, now)
+        part.refusals, unfit = refusals.refusal_rows(report, now)
+        part.reasons += unfit
         if report.acknowledged > (sequence if boot_epoch == report.boot_epoch else 0) and not report.full:
             part.commands.append(Command(id=f"resync-{report.boot_epoch}-{report.acknowledged}", kind="resync"))
         parts[i] = part

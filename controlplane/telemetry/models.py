@@ -58,6 +58,28 @@ class TelemetryWindow(Base):
     data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class RefusalWindow(Base):
+    """Requests of one tenant that one gateway refused for one reason within [start, start + 10 s).
+
+    `quota_id` and `kind` name the limit in the way and are empty for other reasons; `sequence` fences; `latest` is
+    msgpack of the window's last `RefusedRequest`s.
+    """
+
+    __tablename__ = "refusal_windows"
+    __table_args__ = (Index("ix_refusal_windows_start", "start"),)
+
+    tenant: Mapped[str] = mapped_column(String(200), primary_key=True)
+    start: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    code: Mapped[str] = mapped_column(String(200), primary_key=True)
+    quota_id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    instance: Mapped[str] = mapped_column(String(200), primary_key=True)
+    boot_epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(String(200))
+    sequence: Mapped[int] = mapped_column(BigInteger)
+    count: Mapped[int] = mapped_column(BigInteger)
+    latest: Mapped[bytes] = mapped_column(LargeBinary)
+
+
 class Gateway(Base):
     """A gateway as of its newest report; `(boot_epoch, sequence)` fences."""
 

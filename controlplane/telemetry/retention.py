@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.fleet import service as fleet
 from controlplane.ledger import service as ledger
-from controlplane.telemetry import repository
+from controlplane.telemetry import refusals, repository
 from controlplane.telemetry.intake import MINUTE_JOB
 from controlplane.telemetry.rollups import HOUR_JOB, JOBS
 from dataplane.protocol import WINDOW_SECONDS
@@ -41,5 +41,6 @@ async def delete_old(session: AsyncSession, now: float, *, batch: int = BATCH) -
         gone.append(await repository.delete_windows(session, resolution, before, batch))
     gone.append(await fleet.forget(session, events_after_s=EVENTS_KEPT_S, lost_after_s=LOST_KEPT_S, limit=batch))
     gone.append(await repository.delete_gateways(session, LOST_KEPT_S, batch))
+    gone.append(await refusals.delete_old(session, int(now) - refusals.KEPT_S, batch))
     gone.append(await ledger.forget_refused(session, older_than_s=REFUSED_USAGE_KEPT_S, limit=batch))
     return max(gone) >= batch

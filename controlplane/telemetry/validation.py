@@ -13,8 +13,10 @@ import msgspec
 from controlplane.egress import TargetRefusedError, parse_target
 from controlplane.ledger.retention import DAY_S, MOST_AHEAD_S, OLDEST_RECORD_S
 from dataplane.protocol import (
+    LATEST_REFUSED,
     SCHEMA_VERSION,
     WINDOW_SECONDS,
+    GatewayRefusals,
     GatewayReport,
     GatewaySeries,
     GatewayWindow,
@@ -79,7 +81,8 @@ def check_gateway_report(report: GatewayReport, now: float) -> None:
     _fencing(report, now)
     _epochs(report, "policy_epoch")
     _count("in_flight", report.in_flight)
-    if len(report.windows) > MAX_WINDOWS or sum(len(window.series) for window in report.windows) > MAX_SERIES:
+    parts = sum(len(window.series) + len(window.refusals) for window in report.windows)
+    if len(report.windows) > MAX_WINDOWS or parts > MAX_SERIES:
         raise RefusedError(f"a report carries at most {MAX_WINDOWS} windows and {MAX_SERIES} series")
 
 
@@ -103,6 +106,20 @@ def check_series(series: GatewaySeries) -> None:
         if getattr(series, field):
             _name(field, getattr(series, field))
     _walk("counters", series.counters)
+
+
+def check_refusals(refusals: GatewayRefusals) -> None:
+    """Refuse what a gateway says of one tenant's refused requests. Raises RefusedError."""
+    for field in ("tenant", "code"):
+        _name(field, getattr(refusals, field))
+    for field in ("quota_id", "kind"):
+        if getattr(refusals, field):
+            _name(field, getattr(refusals, field))
+    _walk("refusals", refusals)
+    if len(refusals.latest) > LATEST_REFUSED:
+        raise RefusedError(f"a window keeps at most {LATEST_REFUSED} refused requests of one reason")
+    if any(not 0 <= one.at <= _LAST_SECOND for one in refusals.latest):
+        raise RefusedError("a refused request came at no time")
 
 
 def check_usage(record: UsageRecord, replica: str) -> None:

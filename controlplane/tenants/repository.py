@@ -242,3 +242,8 @@ async def policy_epoch(session: AsyncSession) -> int:
 async def key_ids_of(session: AsyncSession, identity: str) -> list[str]:
     rows = await session.scalars(select(ApiKey.key_id).where(ApiKey.identity == identity).order_by(ApiKey.key_id))
     return list(rows)
+
+
+async def policy_state(session: AsyncSession) -> tuple[int, datetime]:
+    row = (await session.execute(select(PolicyState.epoch, PolicyState.changed_at))).one()
+    return row.epoch, row.changed_at

@@ -125,6 +125,18 @@ async def set_tenant_active(session: AsyncSession, slug: str, active: bool) -> T
     return await change_tenant(session, slug, TenantPatch(active=active))
 
 
+async def restore_tenant(session: AsyncSession, before: dict[str, Any] | None, after: dict[str, Any] | None) -> None:
+    """Change a tenant's fields back to those of `before`, a row of the history as JSON. Raises ConflictError for a
+    tenant that was new or is gone.
+    """
+    if before is None or after is None:
+        what = "a tenant that was created is not removed again: deactivate it" if before is None else "it is gone"
+        raise ConflictError(f"it cannot be restored: {what}", code="not_reversible")
+    await change_tenant(
+        session, before["slug"], TenantPatch(**{name: before[name] for name in TenantPatch.__struct_fields__})
+    )
+
+
 async def create_key(
     session: AsyncSession,
     *,
@@ -260,6 +272,11 @@ async def load_keys(session: AsyncSession, *, after_id: str = "", limit: int = 1
 async def policy_epoch(session: AsyncSession) -> int:
     """The number of policy changes so far; what a gateway read at an epoch holds until the next."""
     return await repository.policy_epoch(session)
+
+
+async def policy_state(session: AsyncSession) -> tuple[int, datetime]:
+    """The policy's epoch and when it began."""
+    return await repository.policy_state(session)
 
 
 def changes_of(patch: Struct) -> dict[str, Any]:

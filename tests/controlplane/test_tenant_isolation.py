@@ -32,7 +32,8 @@ from controlplane.slo.service import create_slo
 from controlplane.telemetry.intake import store
 from controlplane.tenants import principals, projects
 from controlplane.tenants import service as tenants
-from controlplane.tenants.schemas import PrincipalKind, PrincipalRole, PromptLogging
+from controlplane.tenants.schemas import PrincipalKind, PrincipalRole, PromptLogging, TenantPatch
+from controlplane.tenants.service import change_tenant
 from dataplane.protocol import GatewayWindow
 from tests.controlplane.clients import Deployment, deployment
 from tests.controlplane.promptlog.test_service import entry as logged_entry
@@ -151,6 +152,7 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
         assert await ledger.record(session, [record]) == [record]
         rows.traces |= await _logged(session, tenant, f"{word}-logged-{number}")
     await seed_quotas(session, tenant, rows)
+    await change_tenant(session, tenant, TenantPatch(weight=2.0))  # a second change in the policy's history
     rows.traces.add(tenant)
     return rows
 

@@ -17,9 +17,15 @@ from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.reporter import GatewayReporter
 from controlplane.gateway.telemetry import STRANGERS, Recorder
 from controlplane.settings import Settings
-from controlplane.telemetry.validation import check_gateway_report, check_gateway_window, check_series
+from controlplane.telemetry.validation import (
+    RefusedError,
+    check_gateway_report,
+    check_gateway_window,
+    check_refusals,
+    check_series,
+)
 from controlplane.tenants.schemas import KeyGrant
-from dataplane.protocol import Command, GatewayCounters, GatewayReport, Histogram, ReportAck, encode
+from dataplane.protocol import Command, GatewayCounters, GatewayRefusals, GatewayReport, Histogram, ReportAck, encode
 from tests.services import free_port
 
 
@@ -329,3 +335,71 @@ def test_boot_epochs_grow_from_start_to_start(offline_settings: Settings) -> Non
     wall.now += 0.01
     second = GatewayReporter(offline_settings, Recorder(), in_flight=lambda: 0, policy_epoch=lambda: 0, wall=wall)
     assert second.boot_epoch > first.boot_epoch > 0
+
+
+def refusal(
+    tenant: str = "acme", code: str = "tokens_per_day_exceeded", quota: str = "q1", number: int = 0
+) -> RequestRecord:
+    return record(
+        Outcome.REFUSED,
+        code,
+        tenant,
+        request_id=f"r{number}",
+        refused_quota=quota,
+        refused_kind="tokens_per_day",
+        refused_message="no",
+    )
+
+
+def explained(recorder: Recorder) -> dict[tuple[str, str, str], tuple[int, list[str]]]:
+    """Count and latest request ids of every reason told, over all windows."""
+    windows, _ = recorder.pending()
+    recorder.refused()
+    found: dict[tuple[str, str, str], tuple[int, list[str]]] = {}
+    for window in windows:
+        for one in window.refusals:
+            check_refusals(one)
+            key = (one.tenant, one.code, one.quota_id)
+            count, latest = found.get(key, (0, []))
+            found[key] = (count + one.count, latest + [each.request_id for each in one.latest])
+    return found
+
+
+def test_refusals_are_counted_by_tenant_and_reason_with_the_latest_of_them() -> None:
+    recorder = Recorder(wall=Wall())
+    for number in range(8):
+        recorder.end(refusal(number=number))
+    recorder.end(refusal("globex", "model_not_found", "", 9))
+    assert explained(recorder) == {
+        ("acme", "tokens_per_day_exceeded", "q1"): (8, ["r3", "r4", "r5", "r6", "r7"]),
+        ("globex", "model_not_found", ""): (1, ["r9"]),
+    }
+
+
+def test_a_tenant_with_many_limits_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "MAX_REFUSALS", 50)
+    recorder = Recorder(wall=Wall())
+    for number in range(1000):
+        recorder.end(refusal(quota=f"q{number}"))
+    recorder.end(refusal("globex"))
+    found = explained(recorder)
+    assert found["globex", "tokens_per_day_exceeded", "q1"][0] == 1
+    assert len(found) == telemetry.MAX_LIMITS + 2
+    assert sum(count for (tenant, _, _), (count, _) in found.items() if tenant == "acme") == 1000
+
+
+def test_while_nobody_takes_reports_the_requests_are_forgotten_before_the_counts() -> None:
+    wall = Wall()
+    recorder = Recorder(wall=wall)
+    for number in range(20):
+        recorder.end(refusal(number=number))
+        wall.now += 10
+    count, latest = explained(recorder)["acme", "tokens_per_day_exceeded", "q1"]
+    assert count == 20
+    assert len(latest) <= telemetry.EXPLAINED_S // 10 + 1
+
+
+@pytest.mark.parametrize("wrong", [{"tenant": ""}, {"code": "x\x00"}, {"count": -1}, {"quota_id": "x" * 201}])
+def test_f22_refusals_that_cannot_be_are_not_stored(wrong: dict[str, object]) -> None:
+    with pytest.raises(RefusedError):
+        check_refusals(GatewayRefusals(**{"tenant": "acme", "code": "x", "count": 1, **wrong}))  # type: ignore[arg-type]

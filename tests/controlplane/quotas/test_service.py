@@ -18,6 +18,7 @@ from controlplane.quotas.limits import effective, limits_for
 from controlplane.quotas.schemas import Away, QuotaKind, QuotaLevel
 from controlplane.quotas.views import (
     LARGEST_AMOUNT,
+    ApprovalSpec,
     GrantSpec,
     QuotaPatch,
     QuotaRequestSpec,
@@ -268,7 +269,7 @@ async def test_an_approved_request_raises_for_good_or_for_a_while(session: Async
         session, acme.id, QuotaRequestSpec(amount=50, reason="growth", kind=DAY), by="key k1"
     )
     assert (for_good.state, for_good.quota_id, for_good.asked_by) == (RequestState.OPEN, quota.id, "key k1")
-    approved = await request_service.approve(session, for_good.id, by="op", note="enjoy")
+    approved = await request_service.approve(session, for_good.id, by="op", given=ApprovalSpec(note="enjoy"))
     assert (approved.state, approved.decided_by, approved.note) == (RequestState.APPROVED, "op", "enjoy")
     changed = await service.get_quota(session, quota.id)
     assert (changed.soft, changed.hard, changed.raised) == (130, 150, 0)

@@ -74,13 +74,15 @@ def test_no_page_violates_wcag_aa_nor_scrolls_sideways_on_a_phone(
         admin.post("/api/v1/prices", json={**price, "valid_from": "2999-01-01T00:00:00Z"}).raise_for_status()
         slo = {"tenant": slug, "ttft_ms": 500, "ttft_share": 0.95, "availability": 0.999}
         admin.post("/api/v1/slos", json=slo).raise_for_status()
-    paths = ("/quotas", f"/tenants/{slug}/quotas", f"/quotas/{quota_id}", "/prices", "/slos")
+        asked = admin.get("/api/v1/quota-requests", params={"tenant": slug}).json()["items"][0]["id"]
+    paths = ("/quotas", f"/tenants/{slug}/quotas", f"/quotas/{quota_id}", "/prices", "/slos", "/policy")
     for viewport in (None, PHONE):
         page = as_operator(theme=theme, **({"viewport": viewport} if viewport else {}))
-        for path in paths:
+        for path in (*paths, f"/quota-requests/{asked}"):
             page.goto(path)
             expect(page.get_by_role("heading", level=1)).to_be_visible()
-            expect(page.locator("tbody tr:not(.empty-row)").first).to_be_visible()
+            if path in paths:
+                expect(page.locator("tbody tr:not(.empty-row)").first).to_be_visible()
             for summary in page.locator("main summary").all():
                 summary.click()
             assert violations(page) == [], path
@@ -94,8 +96,27 @@ def test_a_viewer_finds_nothing_to_press(as_viewer: OpenPage, site: Site) -> Non
     with site.admin() as admin:
         slug, quota_id = tenant_with_request(admin)
     page = as_viewer()
-    for path in ("/quotas", f"/tenants/{slug}/quotas", f"/quotas/{quota_id}", "/prices", "/slos"):
+    for path in ("/quotas", f"/tenants/{slug}/quotas", f"/quotas/{quota_id}", "/prices", "/slos", "/policy"):
         page.goto(path)
         expect(page.get_by_role("heading", level=1)).to_be_visible()
         assert page.locator("main form").count() == 0
         assert page.locator("main button").count() == 0
+
+
+def test_f17_a_change_is_rolled_back_with_the_keyboard_and_waiting_requests_stand_in_the_menu(
+    as_operator: OpenPage, site: Site
+) -> None:
+    with site.admin() as admin:
+        _, quota_id = tenant_with_request(admin)
+        admin.patch(f"/api/v1/quotas/{quota_id}", json={"hard": 7}).raise_for_status()
+        page = as_operator()
+        page.goto("/policy")
+        expect(page.locator(".nav-count")).to_be_visible()
+        row = page.locator("tr", has_text="hard: 1,000 → 7").first
+        row.get_by_role("button", name="Roll back").focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.locator("tbody tr", has_text="takes back change").first).to_be_visible()
+        assert admin.get(f"/api/v1/quotas/{quota_id}").json()["hard"] == 1000
