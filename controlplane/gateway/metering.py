@@ -44,9 +44,7 @@ logger = logging.getLogger("tidegate.gateway")
 class LedgerSum(Protocol):
     """Units of `counter`'s window that the ledger has of `limit`, and the time until which it surely had all."""
 
-    def __call__(
-        self, grant: KeyGrant, limit: Limit, counter: ColdCounter, prices: Sequence[Price]
-    ) -> Awaitable[tuple[int, float]]: ...
+    def __call__(self, grant: KeyGrant, limit: Limit, counter: ColdCounter) -> Awaitable[tuple[int, float]]: ...
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +159,7 @@ class Meter:
         async def summed(counter: ColdCounter) -> tuple[int, float]:
             limit = tenant.limit(counter.charge.quota_id)
             async with asyncio.timeout(SUM_TIMEOUT_S):
-                return await self._sum(grant, limit, counter, tenant.quotas.prices)
+                return await self._sum(grant, limit, counter)
 
         try:
             outcome = await self._warmer.acquire(grant.tenant_id, os.urandom(16).hex(), charges_at, summed)

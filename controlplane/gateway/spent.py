@@ -6,15 +6,14 @@ Layer: service. Two queries at most. It must never be asked while the store know
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from controlplane.admission.answers import ColdCounter
-from controlplane.ledger.service import spent_since, sum_since
-from controlplane.quotas.schemas import Limit, Price, QuotaKind, QuotaLevel
+from controlplane.ledger.service import sum_since
+from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
 from controlplane.tenants.schemas import KeyGrant
 
 LEDGER_LAG_S = 10.0
@@ -30,23 +29,22 @@ class LedgerSums:
         self._engine = engine
         self._wall = wall
 
-    async def __call__(
-        self, grant: KeyGrant, limit: Limit, counter: ColdCounter, prices: Sequence[Price]
-    ) -> tuple[int, float]:
+    async def __call__(self, grant: KeyGrant, limit: Limit, counter: ColdCounter) -> tuple[int, float]:
         """Units of `limit` in the counter's window, and the time until which the ledger surely had all. `grant` is of
         a request that the limit concerns, and so names its tenant and project.
         """
         complete_until = self._wall() - LEDGER_LAG_S
         since, until = (datetime.fromtimestamp(at, UTC) for at in (counter.start, counter.stop))
-        summed = partial(
-            sum_since if limit.kind in _TOKENS else partial(spent_since, prices=prices),
-            tenant=grant.tenant,
-            project=grant.project if limit.level is QuotaLevel.PROJECT else None,
-            key_identity=limit.scope_id if limit.level is QuotaLevel.KEY else None,
-            model=limit.model or None,
-            since=since,
-            until=until,
-        )
         async with AsyncSession(self._engine) as session:
-            used = await summed(session)
-        return used if isinstance(used, int) else used.prompt_tokens + used.output_tokens, complete_until
+            used = await sum_since(
+                session,
+                tenant=grant.tenant,
+                project=grant.project if limit.level is QuotaLevel.PROJECT else None,
+                key_identity=limit.scope_id if limit.level is QuotaLevel.KEY else None,
+                model=limit.model or None,
+                since=since,
+                until=until,
+                with_held=True,
+            )
+        units = used.prompt_tokens + used.output_tokens if limit.kind in _TOKENS else used.cost
+        return units, complete_until
