@@ -62,6 +62,9 @@ class Secret:
 # What a description says completes "it must be …".
 Seconds = Annotated[float, Meta(gt=0, le=86400, description="a number of seconds above 0 and up to 86400")]
 Bytes = Annotated[int, Meta(ge=1, le=2**30, description=f"a whole number of bytes from 1 to {2**30}")]
+SpoolBytes = Annotated[
+    int, Meta(ge=1 << 20, le=2**36, description=f"a whole number of bytes from {1 << 20} to {2**36}")
+]
 Requests = Annotated[int, Meta(ge=1, le=1_000_000, description="a whole number from 1 to 1000000")]
 Milliseconds = Annotated[int, Meta(ge=1, le=60_000, description="a whole number of milliseconds from 1 to 60000")]
 LeaseSeconds = Annotated[float, Meta(ge=3, le=3600, description="a number of seconds from 3 to 3600")]
@@ -120,6 +123,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a lease outlives a gateway that died; those of requests in flight are renewed."""
     assumed_context: Tokens = 8192
     """Longest context of models whose replicas have not told theirs: bounds the output of a request without a limit."""
+    usage_spool_bytes: SpoolBytes = 256 * 1024 * 1024
+    """Usage records that a gateway keeps on disk until the ledger has them; when they are full it refuses requests."""
     log_level: LogLevel = "INFO"
 
     @classmethod

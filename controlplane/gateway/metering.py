@@ -142,9 +142,13 @@ class Meter:
         price = money.settled(held.prices, record.pool, self._wall(), spent)
         return Use(input=read, uncached_input=read - cached, output=output, money=min(price, MOST))
 
-    def _worst(self, request: InferenceBody, limits: Sequence[Limit], tenant: TenantLimits, now: float) -> Use:
+    def bound(self, request: InferenceBody) -> tuple[int, int]:
+        """The most tokens that `request` can read and write."""
         context = self._fleet.context(request.model, self._assumed_context)
-        read, written = request.size.input_tokens(context), request.size.output_tokens(context)
+        return request.size.input_tokens(context), request.size.output_tokens(context)
+
+    def _worst(self, request: InferenceBody, limits: Sequence[Limit], tenant: TenantLimits, now: float) -> Use:
+        read, written = self.bound(request)
         price = 0
         if any(limit.kind in MONEY for limit in limits):
             use = money.Use(uncached_input=read, output=written)

@@ -81,6 +81,8 @@ class Shipper:
         self._sent: dict[int, _Sent] = {}
         self._room = asyncio.Event()
         self._sender = ""
+        self.acknowledged = 0
+        """Records known to be stored."""
         self.resent = 0
         """How often records were sent again, whole windows at a time."""
 
@@ -164,7 +166,7 @@ class Shipper:
 
     def _take(self, numbers: list[bytes]) -> None:
         for number in numbers:
-            self._sent.pop(int(number), None)
+            self.acknowledged += self._sent.pop(int(number), None) is not None
         self._spool.trim(self.stored)
         if len(self._sent) < self._window:
             self._room.set()

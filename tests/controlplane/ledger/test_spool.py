@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from controlplane.ledger import spool as module
+from controlplane.ledger.segments import SpoolBusyError, frame
 from controlplane.ledger.spool import (
     BEGINNING,
     MAX_RECORD,
     READ_BYTES,
     Position,
     Spool,
-    SpoolBusyError,
     SpoolError,
     SpoolFullError,
 )
@@ -127,7 +127,7 @@ async def test_a_long_stretch_that_is_no_record_does_not_stop_the_reader(tmp_pat
     await spool.close()
     (segment,) = tmp_path.glob("usage-*.spool")
     with segment.open("ab") as file:
-        file.write(rng.randbytes(2 * READ_BYTES) + module._frame(b"after"))
+        file.write(rng.randbytes(2 * READ_BYTES) + frame(b"after"))
     again = Spool(tmp_path)
     assert (await everything(again))[0] == [b"before", b"after"]
     await again.close()
