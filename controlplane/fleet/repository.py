@@ -199,6 +199,14 @@ async def usage_told_until(session: AsyncSession, ids: Sequence[str]) -> dict[st
     return {row[0]: row[1] or 0.0 for row in rows}
 
 
+async def oldest_usage_told(session: AsyncSession) -> float | None:
+    """The least of when each replica last had told everything, those LOST left out; who never has counts as 0."""
+    oldest = func.min(func.coalesce(epoch_of(Replica.usage_told_until), 0.0))
+    query = select(oldest).join(Pool, Pool.name == Replica.pool)
+    found: float | None = await session.scalar(query.where(Replica.state != ReplicaState.LOST, Pool.backend == NATIVE))
+    return found
+
+
 async def put_pool(session: AsyncSession, name: str, model: str, backend: str) -> None:
     """Insert the pool, or change its model and backend; an unchanged pool notifies nobody."""
     statement = upsert(Pool).values(name=name, model=model, backend=backend)

@@ -230,6 +230,11 @@ async def usage_told_until(session: AsyncSession, replicas: Sequence[str]) -> di
     return await repository.usage_told_until(session, replicas)
 
 
+async def oldest_usage_told(session: AsyncSession) -> float | None:
+    """The time (Unix seconds) up to which every replica that is not LOST has told its usage; None without replicas."""
+    return await repository.oldest_usage_told(session)
+
+
 async def count_by_state(session: AsyncSession) -> dict[ReplicaState, int]:
     """How many replicas are in each state, those without any included."""
     counts = dict.fromkeys(ReplicaState, 0)

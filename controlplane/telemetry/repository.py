@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.telemetry.figures import StoredWindow
 from controlplane.telemetry.models import Gateway, RollupClaim, TelemetryWindow
+from controlplane.telemetry.schemas import GatewaySpool
 from controlplane.telemetry.windows import GATEWAY, WindowKey, WindowRow
 from dataplane.protocol import WINDOW_SECONDS, GatewayReport
 
@@ -138,6 +139,21 @@ async def put_gateways(session: AsyncSession, reports: Iterable[GatewayReport]) 
         "started_at": [row.started_at for row in rows],
     }
     await session.execute(_UPSERT_GATEWAYS, columns)
+
+
+_SPOOLS = text(
+    """
+SELECT id AS gateway, spool_bytes AS waiting_bytes, spool_full AS "full",
+  extract(epoch FROM spool_oldest_at)::double precision AS oldest_at,
+  extract(epoch FROM last_report_at)::double precision AS heard_at
+FROM gateways ORDER BY spool_bytes DESC, id LIMIT :most
+"""
+)
+
+
+async def gateway_spools(session: AsyncSession, most: int = 500) -> list[GatewaySpool]:
+    """What gateways have on their disks, the fullest first."""
+    return [GatewaySpool(**row) for row in (await session.execute(_SPOOLS, {"most": most})).mappings()]
 
 
 _TOUCH = text(
