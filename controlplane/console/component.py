@@ -24,6 +24,7 @@ from controlplane.console.controllers import (
     session,
     slos,
     tenants,
+    usage,
 )
 from controlplane.console.live import Broadcaster, running
 from controlplane.console.pages import Console
@@ -60,6 +61,7 @@ PAGES = [
     *quotas.PAGES,
     *prices.PAGES,
     *slos.PAGES,
+    *usage.PAGES,
 ]
 
 
