@@ -1,6 +1,6 @@
 """What the ledger has of a limit's day or month, for a store that has forgotten it.
 
-Layer: service. Two queries at most. It must never be asked while the store knows.
+Layer: service. Five queries at most. It must never be asked while the store knows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from controlplane.admission.answers import ColdCounter
 from controlplane.ledger.service import sum_since
 from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
+from controlplane.telemetry.completeness import completeness
 from controlplane.tenants.schemas import KeyGrant
 
 LEDGER_LAG_S = 10.0
-"""Usage is in the ledger this long after its attempt ended: a report's interval, its way, and one repeat. What comes
-later, after an outage, is missing from a counter that was hydrated meanwhile."""
+"""Usage is in the ledger this long after its attempt ended: a report's interval, its way, and one repeat. After an
+outage it takes longer, and reporters say so; what one that is silent still has is missing from the counter."""
 _TOKENS = frozenset({QuotaKind.TOKENS_PER_DAY, QuotaKind.TOKENS_PER_MONTH})
 
 
@@ -33,7 +34,7 @@ class LedgerSums:
         """Units of `limit` in the counter's window, and the time until which the ledger surely had all. `grant` is of
         a request that the limit concerns, and so names its tenant and project.
         """
-        complete_until = self._wall() - LEDGER_LAG_S
+        now = self._wall()
         since, until = (datetime.fromtimestamp(at, UTC) for at in (counter.start, counter.stop))
         async with AsyncSession(self._engine) as session:
             used = await sum_since(
@@ -46,5 +47,6 @@ class LedgerSums:
                 until=until,
                 with_held=True,
             )
+            told = (await completeness(session, now)).complete_until
         units = used.prompt_tokens + used.output_tokens if limit.kind in _TOKENS else used.cost
-        return units, complete_until
+        return units, min(told, now - LEDGER_LAG_S)

@@ -12,10 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.fleet import service as fleet
 from controlplane.ledger import service as ledger
 from controlplane.telemetry import repository
-from controlplane.telemetry.schemas import Completeness
+from controlplane.telemetry.schemas import Completeness, GatewaySpool
 
-HEARD_WITHIN_S = 600.0
-"""A gateway that has been silent for longer is not waited for: what it has comes with its next start."""
+LIVE_S = 15.0
+"""A gateway that has been silent for longer has stopped: what it had not spooled, replicas tell."""
+WAITED_FOR_S = 600.0
+"""What a stopped gateway has on its disk is waited for this long; it comes with its next start."""
 
 
 async def completeness(session: AsyncSession, now: float) -> Completeness:
@@ -23,7 +25,12 @@ async def completeness(session: AsyncSession, now: float) -> Completeness:
     held = await ledger.held_now(session)
     spools = await repository.gateway_spools(session)
     told = await fleet.oldest_usage_told(session)
-    heard = [one for one in spools if one.heard_at > now - HEARD_WITHIN_S]
-    moments = [now, *(one.heard_at if one.oldest_at is None else one.oldest_at for one in heard)]
-    moments += [at for at in (held.oldest, told) if at is not None]
-    return Completeness(complete_until=min(moments), held=held.attempts, gateways=spools)
+    moments = [at for at in (held.oldest, told, *(_told_by(one, now) for one in spools)) if at is not None]
+    return Completeness(complete_until=min([now, *moments]), held=held.attempts, gateways=spools)
+
+
+def _told_by(spool: GatewaySpool, now: float) -> float | None:
+    """Up to when a gateway's records have all come; None for one that is not waited for."""
+    if spool.oldest_at is not None and spool.heard_at > now - WAITED_FOR_S:
+        return spool.oldest_at
+    return spool.heard_at if spool.heard_at > now - LIVE_S else None

@@ -7,7 +7,9 @@ import random
 
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
+from controlplane.gateway.usage_metrics import UsageCollector
 from controlplane.ledger.spool import HEADROOM
 from controlplane.settings import Settings
 from controlplane.telemetry.validation import check_usage
@@ -173,3 +175,20 @@ async def test_what_finds_no_room_is_counted_and_stops_nobody(offline_settings: 
         assert await running == 200
         await assert_nothing_left(served)
         assert (usage.lost, usage.written) == (1, 0)
+
+
+async def test_f32_the_state_of_the_spool_is_on_metrics_without_labels(
+    offline_settings: Settings, replica: FakeReplica
+) -> None:
+    registry = CollectorRegistry()
+    async with running_gateway(offline_settings, route(replica, "r0")) as served:
+        UsageCollector(served.gateway.usage, registry)
+        assert await finished(served, CHAT) == 200
+        assert len(await served.usage()) == 1
+        found = {sample.name: sample for family in registry.collect() for sample in family.samples}
+    assert all(sample.labels == {} for sample in found.values())
+    assert found["tidegate_gateway_usage_records_total"].value == 1
+    assert found["tidegate_gateway_usage_spool_bytes"].value > 100
+    assert found["tidegate_gateway_usage_spool_age_seconds"].value >= 0
+    assert found["tidegate_gateway_usage_spool_full"].value == 0
+    assert found["tidegate_gateway_usage_records_shipped_total"].value == 0
