@@ -64,6 +64,9 @@ class Secret:
 # What a description says completes "it must be …".
 Seconds = Annotated[float, Meta(gt=0, le=86400, description="a number of seconds above 0 and up to 86400")]
 Bytes = Annotated[int, Meta(ge=1, le=2**30, description=f"a whole number of bytes from 1 to {2**30}")]
+SpoolBytes = Annotated[
+    int, Meta(ge=1 << 20, le=2**36, description=f"a whole number of bytes from {1 << 20} to {2**36}")
+]
 Requests = Annotated[int, Meta(ge=1, le=1_000_000, description="a whole number from 1 to 1000000")]
 Milliseconds = Annotated[int, Meta(ge=1, le=60_000, description="a whole number of milliseconds from 1 to 60000")]
 LeaseSeconds = Annotated[float, Meta(ge=3, le=3600, description="a number of seconds from 3 to 3600")]
@@ -138,6 +141,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How often each limit is proven on each gateway; what was not proven for twice as long is overdue."""
     canary_gateways: Urls = ""
     """The gateways that canaries probe, by commas; `public_gateway_url` when empty."""
+    usage_spool_bytes: SpoolBytes = 256 * 1024 * 1024
+    """Usage records that a gateway keeps on disk until the ledger has them; when they are full it refuses requests."""
     log_level: LogLevel = "INFO"
 
     @classmethod

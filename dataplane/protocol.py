@@ -351,8 +351,8 @@ class Report(Message, frozen=True, kw_only=True):
     """Replica → control plane, about one a second.
 
     `windows` holds those that changed since the report numbered `acknowledged`; `full` marks a report that
-    holds all retained windows (first of a boot, or after a resync was asked for). `usage` holds every
-    record not yet acknowledged, bounded per report.
+    holds all retained windows (first of a boot, or after a resync was asked for). `usage` holds the oldest
+    records not yet acknowledged, `usage_left` is the number of those for which it had no room.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -375,6 +375,7 @@ class Report(Message, frozen=True, kw_only=True):
     gauges: Gauges = Gauges()
     windows: list[Window] = []
     usage: list[UsageRecord] = []
+    usage_left: int = 0
 
 
 class Command(Message, frozen=True, kw_only=True):
@@ -476,6 +477,10 @@ class GatewayReport(Message, frozen=True, kw_only=True):
     started_at: float
     policy_epoch: int = 0
     in_flight: int = 0
+    spool_bytes: int = 0
+    """Usage on the gateway's disk that is not known to be in the ledger. `spool_oldest_at`: since when, 0 for none."""
+    spool_oldest_at: float = 0.0
+    spool_full: bool = False
     windows: list[GatewayWindow] = []
 
 

@@ -155,6 +155,7 @@ class Reporter:
             gauges=replica.gauges,
             windows=packet.windows,
             usage=usage,
+            usage_left=len(replica.journal) - len(usage),
         )
 
     def _take(self, ack: ReportAck, sequence: int, packet: Packet) -> None:

@@ -27,6 +27,7 @@ from controlplane.console.controllers import (
     session,
     slos,
     tenants,
+    usage,
 )
 from controlplane.console.live import Broadcaster, running
 from controlplane.console.pages import Console
@@ -66,6 +67,7 @@ PAGES = [
     *slos.PAGES,
     *prompts.PAGES,
     *policy.PAGES,
+    *usage.PAGES,
 ]
 
 

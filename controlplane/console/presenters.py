@@ -14,6 +14,8 @@ from controlplane.evidence import Evidence
 from controlplane.telemetry.schemas import Quantiles
 
 NONE = "—"
+MICRO = 1_000_000
+"""Micro-units of money in one unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,11 @@ def size(value: int | None) -> str:
             return f"{number(amount)} {unit}"
         amount /= 1024.0
     return f"{number(amount)} TiB"
+
+
+def money(cost: int) -> str:
+    """Micro-units as units with six decimals."""
+    return f"{cost // MICRO:,}.{cost % MICRO:06d}"
 
 
 def iso(at: float) -> str:

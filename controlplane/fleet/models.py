@@ -68,6 +68,8 @@ class Replica(Base):
     policy_epoch: Mapped[int] = mapped_column(BigInteger)
     started_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     last_report_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    usage_told_until: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
+    """Usage of attempts that ended before then has all come, by the replica's clock and never ahead of ours."""
     ready: Mapped[bytes | None] = mapped_column(LargeBinary)
     registered_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
 

@@ -53,6 +53,8 @@ class ReplicaFacts(msgspec.Struct, frozen=True, kw_only=True):
     policy_epoch: int
     started_at: float
     ready: CoreReady | None
+    usage_told_until: float | None = None
+    """The usage of attempts that ended before has all come: by the replica's clock, never ahead of ours."""
 
 
 def is_newer(report: Report, known: ReplicaFacts | None) -> bool:
@@ -60,8 +62,11 @@ def is_newer(report: Report, known: ReplicaFacts | None) -> bool:
     return known is None or (report.boot_epoch, report.sequence) > (known.boot_epoch, known.sequence)
 
 
-def apply(known: ReplicaFacts | None, report: Report) -> tuple[ReplicaFacts, list[ReplicaEventDraft]]:
+def apply(known: ReplicaFacts | None, report: Report, now: float) -> tuple[ReplicaFacts, list[ReplicaEventDraft]]:
     """The facts after a newer report, and what happened. The caller has asked `is_newer`."""
+    told_until = known.usage_told_until if known else None
+    if not report.usage_left:
+        told_until = max(told_until or 0.0, min(report.sent_at, now))
     drain_wanted = known.drain_wanted if known else False
     ready = report.ready
     if ready is None and known and (known.boot_epoch, known.core_epoch) == (report.boot_epoch, report.core_epoch):
@@ -81,6 +86,7 @@ def apply(known: ReplicaFacts | None, report: Report) -> tuple[ReplicaFacts, lis
         policy_epoch=report.policy_epoch,
         started_at=report.started_at,
         ready=ready,
+        usage_told_until=told_until,
     )
     return facts, _events(known, facts)
 

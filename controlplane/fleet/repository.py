@@ -20,6 +20,9 @@ from controlplane.fleet.registration import ReplicaEventDraft, ReplicaFacts
 from controlplane.fleet.schemas import PoolRoute
 from dataplane.protocol import CoreReady, ReplicaState, encode
 
+NATIVE = "native"
+"""The backend whose replicas tell what each attempt used."""
+
 _decode_ready = msgspec.msgpack.Decoder(CoreReady).decode
 
 
@@ -43,6 +46,7 @@ _FACTS = (
     Replica.policy_epoch,
     epoch_of(Replica.started_at).label("started_at"),
     Replica.ready,
+    epoch_of(Replica.usage_told_until).label("usage_told_until"),
 )
 
 
@@ -70,6 +74,7 @@ def _facts(row: Any) -> ReplicaFacts:
         policy_epoch=row.policy_epoch,
         started_at=row.started_at,
         ready=None if row.ready is None else _decode_ready(row.ready),
+        usage_told_until=row.usage_told_until,
     )
 
 
@@ -92,20 +97,22 @@ async def known_pools(session: AsyncSession, names: Sequence[str]) -> set[str]:
 _UPSERT_REPLICAS = text(
     """
 INSERT INTO replicas AS r (id, pool, model, url, state, state_reason, boot_epoch, core_epoch, sequence, core_restarts,
-                           policy_epoch, started_at, ready, last_report_at, state_since)
+                           policy_epoch, started_at, ready, usage_told_until, last_report_at, state_since)
 SELECT u.id, u.pool, u.model, u.url, u.state, u.state_reason, u.boot_epoch, u.core_epoch, u.sequence, u.core_restarts,
-       u.policy_epoch, to_timestamp(u.started_at), u.ready, now(), now()
+       u.policy_epoch, to_timestamp(u.started_at), u.ready, to_timestamp(u.usage_told_until), now(), now()
 FROM unnest(CAST(:id AS text[]), CAST(:pool AS text[]), CAST(:model AS text[]), CAST(:url AS text[]),
             CAST(:state AS text[]), CAST(:state_reason AS text[]), CAST(:boot_epoch AS bigint[]),
             CAST(:core_epoch AS bigint[]), CAST(:sequence AS bigint[]), CAST(:core_restarts AS int[]),
-            CAST(:policy_epoch AS bigint[]), CAST(:started_at AS double precision[]), CAST(:ready AS bytea[]))
+            CAST(:policy_epoch AS bigint[]), CAST(:started_at AS double precision[]), CAST(:ready AS bytea[]),
+            CAST(:usage_told_until AS double precision[]))
   AS u(id, pool, model, url, state, state_reason, boot_epoch, core_epoch, sequence, core_restarts, policy_epoch,
-       started_at, ready)
+       started_at, ready, usage_told_until)
 ON CONFLICT (id) DO UPDATE SET
   pool = excluded.pool, model = excluded.model, url = excluded.url, state = excluded.state,
   state_reason = excluded.state_reason, boot_epoch = excluded.boot_epoch, core_epoch = excluded.core_epoch,
   sequence = excluded.sequence, core_restarts = excluded.core_restarts, policy_epoch = excluded.policy_epoch,
-  started_at = excluded.started_at, ready = excluded.ready, last_report_at = excluded.last_report_at,
+  started_at = excluded.started_at, ready = excluded.ready, usage_told_until = excluded.usage_told_until,
+  last_report_at = excluded.last_report_at,
   state_since = CASE WHEN r.state = excluded.state THEN r.state_since ELSE excluded.state_since END
 WHERE (excluded.boot_epoch, excluded.sequence) > (r.boot_epoch, r.sequence)
 RETURNING r.id, r.xmax = 0 AS inserted
@@ -133,6 +140,7 @@ async def write_replicas(session: AsyncSession, facts: Sequence[ReplicaFacts]) -
         "policy_epoch": [row.policy_epoch for row in rows],
         "started_at": [row.started_at for row in rows],
         "ready": [None if row.ready is None else encode(row.ready) for row in rows],
+        "usage_told_until": [row.usage_told_until for row in rows],
     }
     written = await session.execute(_UPSERT_REPLICAS, columns)
     return {row.id: row.inserted for row in written}
@@ -182,6 +190,21 @@ async def replicas_not_lost(session: AsyncSession) -> list[tuple[ReplicaFacts, R
     """Every replica that may still fall silent, in the order rows are locked in."""
     rows = await session.execute(_WITH_TIMES.where(Replica.state != ReplicaState.LOST.value).order_by(Replica.id))
     return [(_facts(row), ReplicaTimes(row.state_since, row.last_report_at)) for row in rows]
+
+
+async def usage_told_until(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
+    """When each of `ids` last had told everything; 0 for never. Only replicas of backends that tell their usage."""
+    query = select(Replica.id, epoch_of(Replica.usage_told_until)).join(Pool, Pool.name == Replica.pool)
+    rows = await session.execute(query.where(Replica.id.in_(ids), Pool.backend == NATIVE))
+    return {row[0]: row[1] or 0.0 for row in rows}
+
+
+async def oldest_usage_told(session: AsyncSession) -> float | None:
+    """The least of when each replica last had told everything, those LOST left out; who never has counts as 0."""
+    oldest = func.min(func.coalesce(epoch_of(Replica.usage_told_until), 0.0))
+    query = select(oldest).join(Pool, Pool.name == Replica.pool)
+    found: float | None = await session.scalar(query.where(Replica.state != ReplicaState.LOST, Pool.backend == NATIVE))
+    return found
 
 
 async def put_pool(session: AsyncSession, name: str, model: str, backend: str) -> None:

@@ -183,7 +183,7 @@ async def take_in(session: AsyncSession, reports: Sequence[Report], now: float) 
             continue
         known = newest.get(report.replica)
         if is_newer(report, known):
-            newest[report.replica], happened = apply(known, report)
+            newest[report.replica], happened = apply(known, report, now)
             events += happened
             live = LiveGauges(at=now, boot_epoch=report.boot_epoch, gauges=report.gauges)
             loads[report.replica] = LiveLoad(report.replica, newest[report.replica].state, live)
@@ -221,6 +221,18 @@ async def conclude(session: AsyncSession, listening_since: float, now: float, li
         change_s = seconds_to_change(state, silent_s, limits)
         soonest = soonest if change_s is None else min(soonest, change_s)
     return soonest
+
+
+async def usage_told_until(session: AsyncSession, replicas: Sequence[str]) -> dict[str, float]:
+    """Of the replicas of `replicas` that tell their usage, up to when they have told all of it (Unix seconds, 0 when
+    they never have). A replica that is not in the answer tells none. One query.
+    """
+    return await repository.usage_told_until(session, replicas)
+
+
+async def oldest_usage_told(session: AsyncSession) -> float | None:
+    """The time (Unix seconds) up to which every replica that is not LOST has told its usage; None without replicas."""
+    return await repository.oldest_usage_told(session)
 
 
 async def count_by_state(session: AsyncSession) -> dict[ReplicaState, int]:

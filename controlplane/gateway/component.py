@@ -46,6 +46,8 @@ from controlplane.gateway.shutdown import drain_on_signal
 from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
 from controlplane.gateway.spent import LedgerSums
 from controlplane.gateway.telemetry import Recorder
+from controlplane.gateway.usage import UsageLog
+from controlplane.gateway.usage_metrics import UsageCollector
 from controlplane.quotas.schemas import TenantQuotas
 from controlplane.quotas.service import load_quotas, load_tenant_quotas
 from controlplane.tenants.schemas import KeyGrant
@@ -97,6 +99,13 @@ class _Parts:
         metrics = GatewayMetrics(resources.registry)
         self._recorder = Recorder()
         self._request_log = RequestLog(folder / "requests.jsonl", on_dropped=metrics.log_lines_dropped.inc)
+        self._usage = UsageLog(
+            folder / "usage",
+            resources.redis,
+            gateway=settings.gateway_id,
+            max_bytes=settings.usage_spool_bytes,
+        )
+        UsageCollector(self._usage, resources.registry)
         self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
         self._quotas = QuotaDirectory(self._load_tenant_quotas, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
@@ -135,6 +144,7 @@ class _Parts:
             board=board,
             recorder=self._recorder,
             request_log=self._request_log,
+            usage=self._usage,
             metrics=metrics,
             prompt_log=PromptLog(
                 settings, on_delivered=metrics.prompts_logged.inc, on_dropped=metrics.prompts_dropped.inc
@@ -147,6 +157,7 @@ class _Parts:
             settings,
             self._recorder,
             in_flight=lambda: self.gateway.in_flight,
+            spool=self._usage.state,
             policy_epoch=lambda: max(self._feed.epoch, self._fleet.view.epoch if self._fleet.view else 0),
         )
         metrics.observe(
@@ -158,6 +169,7 @@ class _Parts:
     @asynccontextmanager
     async def lifespan(self, app: Litestar) -> AsyncIterator[None]:
         """Serve from the snapshot, then from Postgres; at the end finish what runs, then report it."""
+        self._usage.open()
         self._snapshot.restore()
         self.gateway.open()
         work = [
@@ -171,6 +183,7 @@ class _Parts:
                 ("snapshot", self._snapshot.run()),
                 ("request log", self._request_log.run()),
                 ("prompt log", self.gateway.prompt_log.run()),
+                ("usage shipper", self._usage.run()),
                 ("reporter", self._reporter.run()),
             )
         ]
@@ -192,6 +205,7 @@ class _Parts:
                 self.gateway.prompt_log.last_words(),
                 asyncio.to_thread(self._snapshot.save, self._snapshot.snapshot()),
             )
+            await self._usage.close()
             await self._leases.close()
             await self._keys.close()
             await self._quotas.close()

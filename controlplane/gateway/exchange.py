@@ -27,6 +27,7 @@ from controlplane.gateway.metering import Counted, Held
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.relay import Relay
 from controlplane.gateway.upstream import Cause, UpstreamFailure
+from controlplane.gateway.usage import usage_record
 from controlplane.routing.candidates import Candidate, RoutingSnapshot
 from controlplane.routing.router import decide
 from controlplane.tenants.schemas import KeyGrant, Scope
@@ -167,7 +168,7 @@ class Exchange:
         try:
             await self._deliver(held, request, send)
         finally:
-            await meter.settle(held, self._used(held))
+            await meter.settle(held, self._used(held, request))
 
     async def _count(self, request: InferenceBody) -> int | None:
         """Tokens of the prompts, as a replica counts them; None when none can tell."""
@@ -177,17 +178,20 @@ class Exchange:
         url = replica.url + UPSTREAM_PREFIX + self._path
         return await self._gateway.count(url, {HEADER_REQUEST: self.record.request_id}, request.forward)
 
-    def _used(self, held: Held) -> Use:
-        """What the lease is settled to."""
+    def _used(self, held: Held, request: InferenceBody) -> Use:
+        """What the lease is settled to; it also goes to the ledger."""
+        gateway, record = self._gateway, self.record
         if self._work is _Work.NONE:
             return NOTHING
         if self._work is _Work.REFUSED or self._relay is None:
             return Use(requests=1)
         reading = self._relay.reading
         # Of an answer that was not streamed only the engine knows how much there was when its client left.
-        unseen = not self.record.stream and self.record.outcome in {Outcome.FINISHED, None}
+        unseen = not record.stream and record.outcome in {Outcome.FINISHED, None}
         counted = Counted(usage_told=reading.usage is not None, relayed=None if unseen else reading.times.counted)
-        return self._gateway.meter.used(held, self.record, counted)
+        bound = (0, 0) if counted.usage_told else gateway.meter.bound(held, request)
+        gateway.usage.write(usage_record(record, counted, bound, time.time()))
+        return gateway.meter.used(held, record, counted)
 
     async def _deliver(self, held: Held, request: InferenceBody, send: Send) -> None:
         """Send the request to a replica, to a second one if the first gave no answer at all, and relay the answer."""

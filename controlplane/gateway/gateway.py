@@ -30,6 +30,7 @@ from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.retries import RetryBudget
 from controlplane.gateway.telemetry import Recorder
 from controlplane.gateway.upstream import Upstream
+from controlplane.gateway.usage import UsageLog
 from controlplane.settings import Settings
 
 DRAIN_S = 2.5
@@ -54,6 +55,7 @@ class Gateway:
         board: LoadBoard,
         recorder: Recorder,
         request_log: RequestLog,
+        usage: UsageLog,
         metrics: GatewayMetrics,
         prompt_log: PromptLog | None = None,
         rng: random.Random | None = None,
@@ -65,6 +67,7 @@ class Gateway:
         self.board = board
         self.recorder = recorder
         self.request_log = request_log
+        self.usage = usage
         self.metrics = metrics
         self.prompt_log = prompt_log or PromptLog(settings)
         self.retries = RetryBudget()
@@ -116,6 +119,8 @@ class Gateway:
             raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
         if self._in_flight >= self.settings.max_in_flight:
             raise capacity("Too many requests are in flight; try again.", "too_many_in_flight")
+        if not self.usage.accepting:
+            raise capacity("The gateway has no room left to record what requests use; try again.", "usage_spool_full")
         self._in_flight += 1
         self._idle.clear()
         try:

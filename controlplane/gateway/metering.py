@@ -47,9 +47,7 @@ logger = logging.getLogger("tidegate.gateway")
 class LedgerSum(Protocol):
     """Units of `counter`'s window that the ledger has of `limit`, and the time until which it surely had all."""
 
-    def __call__(
-        self, grant: KeyGrant, limit: Limit, counter: ColdCounter, prices: Sequence[Price]
-    ) -> Awaitable[tuple[int, float]]: ...
+    def __call__(self, grant: KeyGrant, limit: Limit, counter: ColdCounter) -> Awaitable[tuple[int, float]]: ...
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +185,13 @@ class Meter:
         price = money.settled(held.prices, record.pool, self._wall(), spent)
         return Use(input=read, uncached_input=read - cached, output=output, money=min(price, MOST))
 
+    def bound(self, held: Held, request: InferenceBody) -> tuple[int, int]:
+        """The most tokens that `request` can read and write."""
+        if held.worst is not NOTHING:
+            return held.worst.input, held.worst.output
+        context = self._fleet.context(request.model, self._assumed_context)
+        return request.size.input_tokens(context), request.size.output_tokens(context)
+
     def _worst(self, request: InferenceBody, read: int, limits: Sequence[Limit], tenant: TenantLimits) -> Use:
         """What the request may use at worst when its prompts have `read` tokens."""
         written = request.size.output_tokens(self._fleet.context(request.model, self._assumed_context))
@@ -276,7 +281,7 @@ class Meter:
         async def summed(counter: ColdCounter) -> tuple[int, float]:
             limit = tenant.limit(counter.charge.quota_id)
             async with asyncio.timeout(SUM_TIMEOUT_S):
-                return await self._sum(grant, limit, counter, tenant.quotas.prices)
+                return await self._sum(grant, limit, counter)
 
         try:
             outcome = await self._warmer.acquire(grant.tenant_id, os.urandom(16).hex(), charges_at, summed)

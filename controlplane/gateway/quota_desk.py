@@ -22,13 +22,13 @@ from controlplane.db import transaction
 from controlplane.errors import InvalidRequestError, TidegateError
 from controlplane.gateway.errors import capacity
 from controlplane.ledger.schemas import UsageSum
-from controlplane.ledger.service import spent_since, sum_since
+from controlplane.ledger.service import sum_since
 from controlplane.outage import unstorable
 from controlplane.paging import Page
 from controlplane.quotas import request_service
 from controlplane.quotas.forecast import Rate
 from controlplane.quotas.request_service import Asker
-from controlplane.quotas.schemas import Limit, Price, QuotaKind, QuotaLevel
+from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
 from controlplane.quotas.views import MoreSpec, QuotaRequestView
 from controlplane.telemetry.refusals import Refusals
 from controlplane.telemetry.refusals import read as read_refusals
@@ -74,7 +74,7 @@ class QuotaDesk:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._waiting = 0
 
-    async def rates(self, grant: KeyGrant, limits: Sequence[Limit], prices: Sequence[Price]) -> dict[str, Rate]:
+    async def rates(self, grant: KeyGrant, limits: Sequence[Limit]) -> dict[str, Rate]:
         """The recent rate of each of `limits`, by its id. Few queries for each scope and span among them."""
         async with self._session() as session:
             sums: dict[tuple[object, ...], UsageSum] = {}
@@ -86,9 +86,7 @@ class QuotaDesk:
                 if name not in sums:
                     sums[name] = await sum_since(session, **whose._asdict(), since=since, until=until)
                 used = sums[name]
-                units = _UNITS.get(limit.kind, _tokens)(used)
-                if limit.kind in MONEY:
-                    units = await spent_since(session, prices=prices, **whose._asdict(), since=since, until=until)
+                units = used.cost if limit.kind in MONEY else _UNITS.get(limit.kind, _tokens)(used)
                 found[limit.quota_id] = Rate(units=units, n=used.attempts, window_s=window_s)
             return found
 

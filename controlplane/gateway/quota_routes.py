@@ -110,7 +110,7 @@ class QuotaRoutes:
         used = await self._use.of(grant, tenant, limits)
         zone, now = zone_of(tenant.quotas.time_zone), self._wall()
         open_ones = [limit for limit in limits if _told(limit, used[limit.quota_id], now) is None]
-        rates = await self._desk.rates(grant, open_ones, tenant.quotas.prices) if open_ones else {}
+        rates = await self._desk.rates(grant, open_ones) if open_ones else {}
         data = [_future(limit, used[limit.quota_id], rates.get(limit.quota_id), now) for limit in limits]
         told = [
             views.quota_forecast(limit, used[limit.quota_id], one, rates.get(limit.quota_id), zone=zone, now=now)

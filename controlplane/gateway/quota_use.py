@@ -128,7 +128,7 @@ class UseReader:
             if why is None:
                 try:
                     async with asyncio.timeout(SUM_S):
-                        used, until = await self._sum(grant, tenant.limit(quota_id), counter, tenant.quotas.prices)
+                        used, until = await self._sum(grant, tenant.limit(quota_id), counter)
                 except Exception:  # whatever it was, the ledger did not tell
                     away, why = True, Unknown.LEDGER_AWAY
                 else:

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from controlplane.gateway.telemetry import Recorder
+from controlplane.gateway.usage import SpoolState
 from controlplane.settings import Settings
 from dataplane.protocol import GatewayReport, ReportAck, encode
 
@@ -40,11 +41,13 @@ class GatewayReporter:
         *,
         in_flight: Callable[[], int],
         policy_epoch: Callable[[], int],
+        spool: Callable[[], SpoolState] = SpoolState,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._settings = settings
         self._recorder = recorder
         self._in_flight = in_flight
+        self._spool = spool
         self._policy_epoch = policy_epoch
         self._wall = wall
         self._started_at = wall()
@@ -70,6 +73,7 @@ class GatewayReporter:
         """One report and its acknowledgement; False when it was not stored."""
         windows, versions = self._recorder.pending()
         self.sequence += 1
+        spool = self._spool()
         report = GatewayReport(
             gateway=self._settings.gateway_id,
             boot_epoch=self.boot_epoch,
@@ -80,6 +84,9 @@ class GatewayReporter:
             started_at=self._started_at,
             policy_epoch=self._policy_epoch(),
             in_flight=self._in_flight(),
+            spool_bytes=spool.waiting_bytes,
+            spool_oldest_at=spool.oldest_at or 0.0,
+            spool_full=spool.full,
             windows=windows,
         )
         body = encode(report)

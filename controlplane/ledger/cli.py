@@ -48,7 +48,8 @@ def totals(
     if as_json:
         print_json(rows)
         return
-    print_table((by, *_USED), [(row["key"] or "none", *_used(row)) for row in rows], empty="no usage in this span")
+    lines = [(row["key"] or "none", *_used(row), _money(row)) for row in rows]
+    print_table((by, *_USED, "cost"), lines, empty="no usage in this span")
 
 
 @usage.command("statement")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from controlplane.component import Component, Resources
 from controlplane.ledger.controllers import router
-from controlplane.ledger.statements import no_prices
 
 
 def component(resources: Resources) -> Component:
-    """The admin API's routes and where they read prices; records come in through telemetry: reports of replicas, the
-    stream of gateways.
-    """
-    return Component(routes=[router], state={"usage_prices": no_prices})
+    """The admin API's routes. Records come in through telemetry: reports of replicas, the stream of gateways."""
+    return Component(routes=[router])

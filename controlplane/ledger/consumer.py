@@ -56,6 +56,7 @@ class StreamConsumer:
         *,
         on_stored: Callable[[Sequence[UsageRecord]], None] = lambda _: None,
         on_refused: Callable[[int], None] = lambda _: None,
+        on_taken: Callable[[service.Taken], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
         taken_over_after_ms: int = TAKEN_OVER_AFTER_MS,
     ) -> None:
@@ -63,6 +64,7 @@ class StreamConsumer:
         self._redis = redis
         self._on_stored = on_stored
         self._on_refused = on_refused
+        self._on_taken = on_taken
         self._clock = clock
         self._taken_over_after_ms = taken_over_after_ms
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -142,7 +144,7 @@ class StreamConsumer:
         while True:
             try:
                 async with transaction(self._engine) as session:
-                    fresh = await service.record(session, records)
+                    taken = await service.record_from_gateways(session, records)
                     await service.set_aside_raw(session, refused)
             except Exception as error:
                 if away(error) is not None:
@@ -150,7 +152,8 @@ class StreamConsumer:
                     await pauses.pause()
                     continue
                 return await self._store_apart(entries, error)
-            self._on_stored(fresh)
+            self._on_taken(taken)
+            self._on_stored(taken.stored)
             self._on_refused(len(refused))
             return True
 

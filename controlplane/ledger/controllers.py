@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from litestar import Controller, Router, get
-from litestar.datastructures import State
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, PathParameter, QueryParameter
 from litestar.response import Stream
@@ -82,11 +81,8 @@ Month = Annotated[str, PathParameter(description="a calendar month such as 2026-
     summary="A tenant's usage and cost in a calendar month of its time zone",
     tags=["usage"],
 )
-async def get_statement(
-    session: NamedDependency[AsyncSession], state: State, slug: FromPath[str], month: Month
-) -> Statement:
-    prices = await state.usage_prices(session)
-    return await statement(session, slug, month, now=datetime.now(UTC), prices=prices)
+async def get_statement(session: NamedDependency[AsyncSession], slug: FromPath[str], month: Month) -> Statement:
+    return await statement(session, slug, month, now=datetime.now(UTC))
 
 
 router = Router("/api/v1", route_handlers=[LedgerController, get_statement])

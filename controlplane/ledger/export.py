@@ -29,7 +29,7 @@ MEDIA_TYPES = {ExportFormat.CSV: "text/csv; charset=utf-8", ExportFormat.PARQUET
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What spreadsheets take for the beginning of a formula."""
 _TIMES = ("started_at", "finished_at")
-_WHOLE = ("boot_epoch", "prompt_tokens", "cached_tokens", "uncached_tokens", "output_tokens")
+_WHOLE = ("boot_epoch", "prompt_tokens", "cached_tokens", "uncached_tokens", "output_tokens", "cost")
 _FLOATS = ("kv_block_seconds", "device_seconds")
 
 

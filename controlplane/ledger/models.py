@@ -11,6 +11,7 @@ from decimal import Decimal
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     Date,
     DateTime,
@@ -21,6 +22,7 @@ from sqlalchemy import (
     PrimaryKeyConstraint,
     String,
     func,
+    text,
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -28,7 +30,10 @@ from controlplane.db import Base
 
 
 class UsageEntry(Base):
-    """One attempt's cost, as its producer counted it; `basis` says how. One partition a day (UTC) of `finished_at`."""
+    """One attempt's cost, as its producer counted it; `basis` says how. One partition a day (UTC) of `finished_at`.
+
+    `cost` is in micro-units, at the price in force when the attempt finished; None when none was.
+    """
 
     __tablename__ = "usage_ledger"
     __table_args__ = (
@@ -58,6 +63,41 @@ class UsageEntry(Base):
     kv_block_seconds: Mapped[float] = mapped_column(Double)
     device_seconds: Mapped[float] = mapped_column(Double)
     recorded_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+    cost: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class HeldUsage(Base):
+    """What a gateway counted of an attempt, until its replica's own count comes or can come no more.
+
+    It is in no statement and no sum by day; what was spent of a limit counts it.
+    """
+
+    __tablename__ = "usage_held"
+    __table_args__ = (
+        Index("ix_usage_held_replica_held_at", "replica", "held_at"),
+        Index("ix_usage_held_tenant_finished_at", "tenant", "finished_at"),
+    )
+
+    attempt_id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    request_id: Mapped[str] = mapped_column(String(200))
+    tenant: Mapped[str] = mapped_column(String(200))
+    project: Mapped[str] = mapped_column(String(200))
+    key_id: Mapped[str] = mapped_column(String(200))
+    pool: Mapped[str] = mapped_column(String(200))
+    model: Mapped[str] = mapped_column(String(200))
+    replica: Mapped[str] = mapped_column(String(200))
+    boot_epoch: Mapped[int] = mapped_column(BigInteger)
+    started_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    finished_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    finish: Mapped[str] = mapped_column(String(200))
+    basis: Mapped[str] = mapped_column(String(16))
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    output_tokens: Mapped[int] = mapped_column(BigInteger)
+    kv_block_seconds: Mapped[float] = mapped_column(Double)
+    device_seconds: Mapped[float] = mapped_column(Double)
+    cost: Mapped[int | None] = mapped_column(BigInteger)
+    held_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
 
 
 class ClaimedAttempt(Base):
@@ -71,6 +111,8 @@ class ClaimedAttempt(Base):
 
     attempt_id: Mapped[str] = mapped_column(String(200), primary_key=True)
     claimed_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+    by_gateway: Mapped[bool] = mapped_column(Boolean, server_default=text("false"))
+    """Whether the row is what a gateway counted."""
 
 
 class UsageDay(Base):
@@ -99,6 +141,8 @@ class UsageDay(Base):
     output_tokens: Mapped[int] = mapped_column(BigInteger)
     kv_block_seconds: Mapped[Decimal] = mapped_column(Numeric)
     device_seconds: Mapped[Decimal] = mapped_column(Numeric)
+    cost: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    unpriced_attempts: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
 
 
 class RefusedUsage(Base):

@@ -23,7 +23,11 @@ class UsageDimension(enum.StrEnum):
 
 
 class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
-    """What some attempts used; `prompt_tokens` are the cached and the uncached ones. Sums are exact."""
+    """What some attempts used; `prompt_tokens` are the cached and the uncached ones. Sums are exact.
+
+    `cost` is in micro-units, each attempt at the price in force when it finished; it leaves out `unpriced_attempts`,
+    for which none was.
+    """
 
     attempts: int = 0
     prompt_tokens: int = 0
@@ -32,6 +36,8 @@ class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     kv_block_seconds: float = 0.0
     device_seconds: float = 0.0
+    cost: int = 0
+    unpriced_attempts: int = 0
 
 
 class UsageTotal(UsageSum, frozen=True, kw_only=True):
@@ -65,13 +71,9 @@ class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatementPart(UsageSum, frozen=True, kw_only=True):
-    """One key's, model's, pool's, project's or basis's part of a statement. `cost` is in micro-units; it leaves out
-    `unpriced_attempts`, for which no price was in force when they finished.
-    """
+    """One key's, model's, pool's, project's or basis's part of a statement."""
 
     key: str
-    cost: int
-    unpriced_attempts: int
 
 
 class StatementLine(UsageSum, frozen=True, kw_only=True):
@@ -81,8 +83,6 @@ class StatementLine(UsageSum, frozen=True, kw_only=True):
     key_id: str
     model: str
     pool: str
-    cost: int
-    unpriced_attempts: int
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class ExportFormat(enum.StrEnum):
 
 
 class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt as the ledger holds it."""
+    """One attempt as the ledger holds it. `cost` is in micro-units, null when no price was in force."""
 
     attempt_id: str
     request_id: str
@@ -133,3 +133,4 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     kv_block_seconds: float
     device_seconds: float
+    cost: int | None

@@ -1,21 +1,25 @@
 """The usage ledger: every attempt once, and the sums every page and bill reads.
 
 Layer: service. Decides; the caller's transaction commits. Nothing is ever changed or estimated here: a record is
-stored as its producer counted it, or kept aside with a reason.
+stored as its producer counted it, or kept aside with a reason. What the replica counted goes before what its gateway
+did, so the gateway's record is held for a while (ADR 0014).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
+from typing import NamedTuple
 
 from msgspec import structs
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import InvalidRequestError
+from controlplane.fleet import service as fleet
 from controlplane.ledger import partitions, repository
-from controlplane.ledger.costing import CostFunction, cost, cut, price_of, price_sum
+from controlplane.ledger.costing import PriceList
 from controlplane.ledger.partitions import Changed
+from controlplane.ledger.repository import Costed, HeldNow
 from controlplane.ledger.retention import CLAIMS_KEPT_S, DAYS_AHEAD, DAYS_KEPT
 from controlplane.ledger.schemas import (
     RefusedRecord,
@@ -26,34 +30,85 @@ from controlplane.ledger.schemas import (
     UsageTotal,
 )
 from controlplane.ledger.spans import Segment
-from controlplane.ledger.sums import MOST_SEGMENTS, Whose, sums, usage_sum
+from controlplane.ledger.sums import Whose, sums, usage_sum
 from controlplane.paging import LARGEST, Cursor, Page, decode, page
-from controlplane.quotas.schemas import Price
+from controlplane.quotas.price_service import prices_between
 from controlplane.tenants import service as tenants
 from dataplane.protocol import UsageRecord, encode
 
+MARGIN_S = 5.0
+"""A replica has told of an attempt within this long after its gateway's count came, or it never will."""
+SILENT_S = 600.0
+"""A replica that has told nothing for this long is not waited for."""
+SETTLED_AT_ONCE = 2_000
+MOST_REPLICAS = 2_000
+LATE = "the gateway's count is in the ledger: the replica had told nothing for too long"
 LONGEST_SPAN = timedelta(days=400)
 """Longest span of one total."""
 MOST_TOTALS = 10_000
 """Rows of one total at most; more is refused, because a cut-off sum would not agree with the others."""
-MOST_PRICED = 1_000_000
-"""Pools times pieces of time: no deployment has so many."""
 MOST_DIFFERENCES = 100
 
 
-async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[UsageRecord]:
-    """Store the attempts not stored yet and return them; all of `records` may be acknowledged after the commit.
+class Taken(NamedTuple):
+    """What became of gateways' counts: attempts stored at once, number held, number that was stored or held before."""
 
-    The first record of an attempt wins: repeats, also within `records` and from elsewhere, change nothing, whatever
-    they say. Call it at most once in a transaction: its locks are taken in an order that only holds within one call.
+    stored: list[UsageRecord]
+    held: int
+    known: int
+
+
+async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[UsageRecord]:
+    """Store what replicas counted, of attempts not stored yet, with what each cost; returns those. All of `records` may
+    be acknowledged after the commit.
+
+    The first record of an attempt wins: repeats, also within `records`, change nothing, whatever they say. What a
+    gateway counted of the attempt and is still held is dropped; where it has become the row, because the replica was
+    silent for too long, the replica's record is set aside. Call it at most once in a transaction: its locks are taken
+    in an order that only holds within one call.
     """
-    first: dict[str, UsageRecord] = {}
-    for one in records:
-        first.setdefault(one.attempt_id, one)
-    if not first:
-        return []
-    fresh = await repository.insert_records(session, list(first.values()))
+    first = _first(records)
+    fresh = await _store(session, await _costed(session, first), by_gateway=False)
+    late = await repository.stored_by_gateway(session, [one for one in first if one not in fresh]) if first else set()
+    await set_aside(session, [(first[attempt], LATE) for attempt in sorted(late)])
     return [one for attempt, one in first.items() if attempt in fresh]
+
+
+async def record_from_gateways(session: AsyncSession, records: Sequence[UsageRecord]) -> Taken:
+    """Take what gateways counted. Of an attempt whose replica tells its own count it is held until that comes, or can
+    come no more (`settle_held`); of others it is stored at once. Call it at most once in a transaction.
+    """
+    first = _first(records)
+    costed = await _costed(session, first)
+    telling = await fleet.usage_told_until(session, sorted({one.replica for one in first.values()}))
+    waits = [one for one in costed if one.record.replica in telling]
+    fresh = await _store(session, [one for one in costed if one.record.replica not in telling], by_gateway=True)
+    held = await repository.hold(session, waits) if waits else set()
+    stored = [one for attempt, one in first.items() if attempt in fresh]
+    return Taken(stored, len(held), len(records) - len(stored) - len(held))
+
+
+async def settle_held(session: AsyncSession, now: float, *, limit: int = SETTLED_AT_ONCE) -> list[UsageRecord] | None:
+    """Store at most `limit` of the held attempts whose replica will not tell its own count any more; returns those not
+    stored before, None when another transaction is at it.
+
+    That is when the replica has told everything up to `MARGIN_S` after the attempt was held and this one was not among
+    it, or has said nothing for `SILENT_S`. Replicas that the fleet has forgotten say nothing.
+    """
+    if not await repository.try_settling(session):
+        return None
+    waiting = await repository.held_replicas(session, MOST_REPLICAS)
+    told = await fleet.usage_told_until(session, sorted(waiting))
+    before = {replica: max(told.get(replica, 0.0) - MARGIN_S, now - SILENT_S) for replica in waiting}
+    due = await repository.due(session, before, limit)
+    fresh = await _store(session, due, by_gateway=True)
+    await repository.release(session, [one.record.attempt_id for one in due if one.record.attempt_id not in fresh])
+    return [one.record for one in due if one.record.attempt_id in fresh]
+
+
+async def held_now(session: AsyncSession) -> HeldNow:
+    """What is held, and since when."""
+    return await repository.held_now(session)
 
 
 async def set_aside(session: AsyncSession, refused: Sequence[tuple[UsageRecord, str]]) -> None:
@@ -78,7 +133,7 @@ async def usage_totals(
     are more than `MOST_TOTALS` rows.
     """
     require_span(since, until)
-    rows = await sums(session, [Segment(since, until)], by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
+    rows = await sums(session, Segment(since, until), by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
     if len(rows) > MOST_TOTALS:
         raise InvalidRequestError(
             f"there are more than {MOST_TOTALS} rows by {by}: ask for a shorter span or one tenant", param="by"
@@ -104,38 +159,17 @@ async def sum_since(
     model: str | None = None,
     since: datetime,
     until: datetime | None = None,
+    with_held: bool = False,
 ) -> UsageSum:
     """What a tenant (slug), or one of its projects (slug) or keys (identity, over all rotations), used of a model or of
-    any, in attempts that finished in [since, until). Exact; at most two queries, whose cost does not grow with the
-    ledger but with the rows of the two partial days at the ends.
+    any, and what it cost, in attempts that finished in [since, until). Exact; at most two queries, whose cost does not
+    grow with the ledger but with the rows of the two partial days at the ends.
+
+    `with_held` also counts what gateways have counted and the ledger waits to hear from a replica: for limits, which
+    must not forget it.
     """
     whose = await _whose(session, tenant, project, key_identity, model)
-    return usage_sum(await sums(session, [_segment(since, until)], by=[], whose=whose, most=1))
-
-
-async def spent_since(
-    session: AsyncSession,
-    *,
-    tenant: str,
-    prices: Sequence[Price],
-    project: str | None = None,
-    key_identity: str | None = None,
-    model: str | None = None,
-    since: datetime,
-    until: datetime | None = None,
-    formula: CostFunction = cost,
-) -> int:
-    """Like `sum_since`, in whole micro-units: each attempt at the price in force when it finished, none without one."""
-    whose = await _whose(session, tenant, project, key_identity, model)
-    spent = 0
-    pieces = cut(_segment(since, until), prices)
-    for begin in range(0, len(pieces), MOST_SEGMENTS):
-        some = pieces[begin : begin + MOST_SEGMENTS]
-        for row in await sums(session, some, by=[UsageDimension.POOL], whose=whose, most=MOST_PRICED):
-            price = price_of(prices, row.keys[0], some[row.segment])
-            if price is not None:
-                spent += price_sum(row, price, formula)
-    return spent
+    return usage_sum(await sums(session, _segment(since, until), by=[], whose=whose, most=1, with_held=with_held))
 
 
 async def check_sums(session: AsyncSession, first: date, end: date) -> list[SumDifference]:
@@ -204,6 +238,27 @@ async def keep_partitions(session: AsyncSession, now: float, *, most: int) -> Ch
         return None
     today = datetime.fromtimestamp(now, UTC).date()
     return await partitions.keep(session, today=today, ahead=DAYS_AHEAD, kept=DAYS_KEPT, most=most)
+
+
+def _first(records: Sequence[UsageRecord]) -> dict[str, UsageRecord]:
+    first: dict[str, UsageRecord] = {}
+    for one in records:
+        first.setdefault(one.attempt_id, one)
+    return first
+
+
+async def _costed(session: AsyncSession, records: Mapping[str, UsageRecord]) -> list[Costed]:
+    """What each attempt cost at the price in force when it finished. One query."""
+    if not records:
+        return []
+    ends = [one.finished_at for one in records.values()]
+    since, until = (datetime.fromtimestamp(at, UTC) for at in (min(ends), max(ends)))
+    prices = PriceList(await prices_between(session, since, until + timedelta(seconds=1)))
+    return [Costed(one, prices.cost(one)) for one in records.values()]
+
+
+async def _store(session: AsyncSession, records: Sequence[Costed], *, by_gateway: bool) -> set[str]:
+    return await repository.insert_records(session, records, by_gateway=by_gateway) if records else set()
 
 
 async def _whose(

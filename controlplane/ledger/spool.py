@@ -1,8 +1,9 @@
 """A gateway's journal of usage records: on disk until the ledger has them.
 
 Layer: service. Owns the files of one folder: appending, fsync in groups, reading in order, giving space back. It never
-looks into a record. Who awaits `append` knows that the record survives `kill -9` and a power cut; what was not awaited
-may be lost at its end, never in the middle.
+looks into a record. Who awaits `append` knows that the record survives `kill -9` and a power cut; what was only `put`
+or not awaited may be lost at its end, never in the middle. A record that was `put` waits for company before it is
+written, and in memory while the disk refuses it.
 
 Files `usage-<n>.spool` are segments of frames: two bytes of mark, length and CRC-32 of length and payload (little
 endian, 4 bytes each), payload. A start always opens a new segment. A frame cut short by the end of its process is
@@ -16,29 +17,33 @@ stop taking on work that would need a record while `accepting` is false, which l
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import contextlib
 import logging
 import os
-import struct
-import zlib
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from controlplane.ledger.segments import HEADER, MAX_RECORD, append_to, frame, frames, lock_file
 
 log = logging.getLogger("tidegate.ledger")
 
 MAX_BYTES = 256 * 1024 * 1024
 SEGMENT_BYTES = 4 * 1024 * 1024
-MAX_RECORD = 64 * 1024
 GROUP_BYTES = 1024 * 1024
 """Bytes made durable by one fsync at most."""
 READ_BYTES = 512 * 1024
 HEADROOM = 8
 """One part in so many of `max_bytes` is kept for records of requests that run already."""
-
-_MARK = b"\xa7U"
-_HEADER = struct.Struct("<2sII")
-_LENGTH = struct.Struct("<I")
+LINGER_S = 0.05
+"""How long a record that nobody awaits waits for others to share its fsync."""
+RETRY_S = 1.0
+"""Pause before a disk that refused such records is tried again."""
+MARK_S = 1.0
+"""How exactly the age of the oldest record is known."""
+MOST_MARKS = 4_096
 
 
 class SpoolError(Exception):
@@ -47,10 +52,6 @@ class SpoolError(Exception):
 
 class SpoolFullError(SpoolError):
     """No room: the ledger has not taken what is held."""
-
-
-class SpoolBusyError(SpoolError):
-    """Another process owns the folder."""
 
 
 class Position(NamedTuple):
@@ -76,7 +77,15 @@ class Batch(NamedTuple):
 
 class _Waiting(NamedTuple):
     frame: bytes
-    done: asyncio.Future[None]
+    done: asyncio.Future[None] | None
+    """None when nobody awaits it."""
+
+
+class _Mark(NamedTuple):
+    """What lies before `end` and beyond the mark before was written at `at` (Unix seconds) or soon after."""
+
+    end: Position
+    at: float
 
 
 BEGINNING = Position(0, 0)
@@ -85,27 +94,45 @@ BEGINNING = Position(0, 0)
 class Spool:
     """One process's journal, for one reader. Belongs to the event loop it was made in."""
 
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int = MAX_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+        linger_s: float = LINGER_S,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         """Open the journal with what an earlier process left. Raises SpoolBusyError, and OSError when unusable."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
         self._max_bytes = max_bytes
         self._segment_bytes = segment_bytes
-        self._lock = _lock(folder / "lock")
+        self._linger_s = linger_s
+        self._wall = wall
+        self._marks: deque[_Mark] = deque()
+        self._lock = lock_file(folder / "lock")
         self._sizes = self._left_over()
+        self._on_disk = sum(self._sizes.values())
         self._number = max(self._sizes, default=0)
         self._file: int | None = None
         self._waiting: list[_Waiting] = []
         self._waiting_bytes = 0
         self._flushing: asyncio.Task[None] | None = None
+        self._awaited = 0
+        self._hurry = asyncio.Event()
+        """Somebody awaits a record, a group is full, or the spool closes: no lingering."""
+        self._closing = self._refused = False
         self._grown = asyncio.Event()
+        self.lost = 0
+        """Records that nobody awaited and that no disk had taken at the end."""
         self.skipped_bytes = 0
         """Bytes that were no whole frame: the torn end of a killed process, or damage."""
 
     @property
     def held_bytes(self) -> int:
         """Bytes on disk and waiting for it."""
-        return sum(self._sizes.values()) + self._waiting_bytes
+        return self._on_disk + self._waiting_bytes
 
     @property
     def accepting(self) -> bool:
@@ -114,17 +141,41 @@ class Spool:
 
     async def append(self, payload: bytes) -> None:
         """Return once the record is durable; many at once share an fsync. Raises SpoolError."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._enqueue(payload, done)
+        self._awaited += 1
+        self._hurry.set()
+        try:
+            await done
+        finally:
+            self._awaited -= 1
+
+    def put(self, payload: bytes) -> None:
+        """Write the record soon, without anybody waiting for the disk. Raises SpoolError when there is no room."""
+        self._enqueue(payload, None)
+        if self._waiting_bytes >= min(GROUP_BYTES, self._segment_bytes) and not self._refused:
+            self._hurry.set()
+
+    def _enqueue(self, payload: bytes, done: asyncio.Future[None] | None) -> None:
         if len(payload) > MAX_RECORD:
             raise SpoolError(f"a record has at most {MAX_RECORD} bytes")
-        frame = _frame(payload)
-        if self.held_bytes + len(frame) > self._max_bytes:
+        data = frame(payload)
+        if self.held_bytes + len(data) > self._max_bytes:
             raise SpoolFullError(f"the usage spool holds {self.held_bytes} bytes that the ledger has not taken")
-        waiting = _Waiting(frame, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        self._waiting_bytes += len(frame)
+        self._waiting.append(_Waiting(data, done))
+        self._waiting_bytes += len(data)
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush(), name="usage-spool")
-        await waiting.done
+
+    @property
+    def oldest_at(self) -> float | None:
+        """About when the oldest record was written that is not known to be stored (Unix seconds); None without one."""
+        return self._marks[0].at if self._marks else None
+
+    def bytes_after(self, stored: Position) -> int:
+        """Bytes beyond `stored`, on disk and waiting for it."""
+        before = sum(size for number, size in self._sizes.items() if number < stored.segment)
+        return self.held_bytes - before - min(stored.offset, self._sizes.get(stored.segment, 0))
 
     async def read(self, cursor: Position, most: int) -> Batch:
         """At most `most` durable records from `cursor` on; a cursor that moved without any says to read again."""
@@ -143,6 +194,8 @@ class Spool:
 
     def trim(self, stored: Position) -> None:
         """Everything before `stored` is in the ledger: delete the segments that hold nothing else."""
+        while self._marks and self._marks[0].end <= stored:
+            self._marks.popleft()
         for number in [number for number in self._sizes if number < stored.segment]:
             self._delete(number)
         if stored >= self._end() and (self._file is None or self._sizes[self._number] >= self._segment_bytes // 16):
@@ -152,6 +205,8 @@ class Spool:
         """Make durable what waits and let go of the folder; a journal of which everything is `stored` leaves no
         segment. Nothing may be appended or read any more.
         """
+        self._closing = True
+        self._hurry.set()
         if self._flushing is not None:
             await self._flushing
         self.trim(stored)
@@ -167,19 +222,41 @@ class Spool:
     async def _flush(self) -> None:
         try:
             while self._waiting:
+                if self._waiting_bytes < min(GROUP_BYTES, self._segment_bytes):
+                    await self._pause(self._linger_s)
                 group = self._take()
                 outcome = await self._make_durable(b"".join(one.frame for one in group))
-                for one in group:
-                    self._waiting_bytes -= len(one.frame)
-                    if one.done.done():
-                        continue
-                    if outcome is None:
-                        one.done.set_result(None)
-                    else:
-                        one.done.set_exception(outcome)
+                again = [one for one in group if not self._told(one, outcome)]
                 self._grown.set()
+                if again:
+                    self._waiting[:0] = again
+                    await self._pause(RETRY_S)
         finally:
             self._flushing = None
+
+    async def _pause(self, longest_s: float) -> None:
+        """Unless somebody waits."""
+        if not self._awaited and not self._closing:
+            self._hurry.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._hurry.wait()
+
+    def _told(self, one: _Waiting, outcome: SpoolError | None) -> bool:
+        """Tell who awaits a record what became of it; False for one that nobody does and that must be tried again,
+        which at the end none is.
+        """
+        if one.done is None and outcome is not None:
+            if not self._closing:
+                return False
+            self.lost += 1
+        self._waiting_bytes -= len(one.frame)
+        if one.done is not None and not one.done.done():
+            if outcome is None:
+                one.done.set_result(None)
+            else:
+                one.done.set_exception(outcome)
+        return True
 
     def _take(self) -> list[_Waiting]:
         size = number = 0
@@ -200,17 +277,27 @@ class Spool:
         if file is None or size + len(data) > self._segment_bytes:
             self._number, file, size = self._number + 1, None, 0
         try:
-            file = await asyncio.to_thread(_append, self._path(self._number), file, size, data)
+            file = await asyncio.to_thread(append_to, self._path(self._number), file, size, data)
         except OSError as error:
             log.error("usage records were not made durable: %s", error)  # noqa: TRY400  # the cause is in the sentence
-            self._file = None
+            self._file, self._refused = None, True
             return SpoolError(f"the usage spool cannot be written: {error.strerror}")
         finally:
             if before is not None and before != file:
                 os.close(before)
-        self._file = file
+        self._file, self._refused = file, False
         self._sizes[self._number] = size + len(data)
+        self._on_disk += len(data)
+        self._mark()
         return None
+
+    def _mark(self) -> None:
+        """Remember when what was just written was; the newest mark grows while it is young, or when there are many."""
+        now, end = self._wall(), self._end()
+        if self._marks and (now - self._marks[-1].at < MARK_S or len(self._marks) >= MOST_MARKS):
+            self._marks[-1] = _Mark(end, self._marks[-1].at)
+        else:
+            self._marks.append(_Mark(end, now))
 
     # Reading -------------------------------------------------------------------------------------------------
 
@@ -222,7 +309,7 @@ class Spool:
             data = self._bytes(number, offset, sizes[number])
             whole = offset + len(data) == sizes[number]
             used = 0
-            for start, end, payload in _frames(data):
+            for start, end, payload in frames(data):
                 if len(entries) == most:
                     return Batch(entries, Position(number, offset + used)), skipped
                 skipped += start - used
@@ -230,7 +317,7 @@ class Spool:
                 used = end
             rest = len(data) - used
             if not whole:  # a frame goes on beyond what was read; if none begins here there is nothing to wait for
-                keep = min(rest, _HEADER.size + MAX_RECORD)
+                keep = min(rest, HEADER.size + MAX_RECORD)
                 skipped += rest - keep
                 return Batch(entries, Position(number, offset + len(data) - keep)), skipped
             skipped += rest
@@ -257,88 +344,25 @@ class Spool:
             self._delete(max(self._sizes))
 
     def _delete(self, number: int) -> None:
-        del self._sizes[number]
+        self._on_disk -= self._sizes.pop(number)
         self._path(number).unlink(missing_ok=True)
 
     def _left_over(self) -> dict[int, int]:
-        found = {}
+        found: dict[int, int] = {}
+        ages: list[float] = []
         for path in self._folder.glob("usage-*.spool"):
             number, size = path.stem.removeprefix("usage-"), path.stat().st_size
             if not number.isdecimal():
                 continue
             if size:
                 found[int(number)] = size
+                ages.append(path.stat().st_mtime)
             else:
                 path.unlink()
+        if found:
+            last = max(found)
+            self._marks.append(_Mark(Position(last, found[last]), min(ages)))
         return dict(sorted(found.items()))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"usage-{number:010d}.spool"
-
-
-def _frame(payload: bytes) -> bytes:
-    length = _LENGTH.pack(len(payload))
-    return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload, zlib.crc32(length))) + payload
-
-
-def _frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """(start, end, payload) of the whole frames in `data`; what lies between them is none."""
-    at = data.find(_MARK)
-    while at >= 0:
-        frame = _frame_at(data, at)
-        if frame is None:
-            at = data.find(_MARK, at + 1)
-            continue
-        end, payload = frame
-        yield at, end, payload
-        at = end if data.startswith(_MARK, end) else data.find(_MARK, end)
-
-
-def _frame_at(data: bytes, at: int) -> tuple[int, bytes] | None:
-    if at + _HEADER.size > len(data):
-        return None
-    _, length, crc = _HEADER.unpack_from(data, at)
-    end = at + _HEADER.size + length
-    if length > MAX_RECORD or end > len(data):
-        return None
-    payload = data[at + _HEADER.size : end]
-    return (end, payload) if zlib.crc32(payload, zlib.crc32(_LENGTH.pack(length))) == crc else None
-
-
-def _append(path: Path, file: int | None, size: int, data: bytes) -> int:
-    """Append and fsync; the open file. Raises OSError, the file closed and what lies beyond `size` cut off."""
-    if file is None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        _sync_folder(path.parent)
-    try:
-        done = 0
-        while done < len(data):
-            done += os.write(file, data[done:])
-        os.fdatasync(file)
-    except OSError:
-        try:
-            os.ftruncate(file, size)
-        except OSError as error:
-            log.warning("the end of a usage segment could not be cut off: %s", error)
-        os.close(file)
-        raise
-    return file
-
-
-def _lock(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        raise SpoolBusyError(f"another process writes usage records to {path.parent}") from None
-    return file
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the folder's list of files durable."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

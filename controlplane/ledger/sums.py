@@ -11,17 +11,17 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Numeric, Select, String, cast, func, literal, select, union_all
+from sqlalchemy import ColumnElement, Numeric, Select, String, case, cast, exists, func, literal, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.ledger.models import UsageDay, UsageEntry
+from controlplane.ledger.models import ClaimedAttempt, HeldUsage, UsageDay, UsageEntry
 from controlplane.ledger.schemas import UsageDimension, UsageSum
 from controlplane.ledger.spans import Segment, split
 
-COUNTS = ("attempts", "prompt_tokens", "cached_tokens", "output_tokens")
+COUNTS = ("attempts", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "unpriced_attempts")
 SECONDS = ("kv_block_seconds", "device_seconds")
-MOST_SEGMENTS = 64
-"""Segments one statement takes: each adds up to three branches to it."""
+
+Table = UsageDay | UsageEntry | HeldUsage
 
 _COLUMN = {
     UsageDimension.TENANT: "tenant",
@@ -34,22 +34,19 @@ _COLUMN = {
 
 
 class Summed(NamedTuple):
-    """Sums of one combination of dimensions within the segment of that number. `kv_block_seconds` and `device_seconds`
-    are exact to the microsecond of each attempt.
+    """Sums of one combination of dimensions. `kv_block_seconds` and `device_seconds` are exact to the microsecond of
+    each attempt, `cost` is in micro-units.
     """
 
-    segment: int
     keys: tuple[str, ...]
     attempts: int
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    cost: int
+    unpriced_attempts: int
     kv_block_seconds: Decimal
     device_seconds: Decimal
-
-    @property
-    def uncached_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
 
 
 class Whose(NamedTuple):
@@ -60,7 +57,7 @@ class Whose(NamedTuple):
     key_ids: Sequence[str] | None = None
     model: str | None = None
 
-    def conditions(self, table: type[UsageDay | UsageEntry]) -> list[ColumnElement[bool]]:
+    def conditions(self, table: type[Table]) -> list[ColumnElement[bool]]:
         found = [
             getattr(table, name) == value
             for name, value in (("tenant", self.tenant), ("project", self.project), ("model", self.model))
@@ -72,52 +69,55 @@ class Whose(NamedTuple):
 
 
 async def sums(
-    session: AsyncSession, segments: Sequence[Segment], *, by: Sequence[UsageDimension], whose: Whose, most: int
+    session: AsyncSession,
+    segment: Segment,
+    *,
+    by: Sequence[UsageDimension],
+    whose: Whose,
+    most: int,
+    with_held: bool = False,
 ) -> list[Summed]:
-    """At most `most` sums over each of `segments` (at most MOST_SEGMENTS) by the dimensions `by`, most tokens first."""
-    statement = query(segments, by=by, whose=whose)
+    """At most `most` sums over `segment` by the dimensions `by`, most tokens first. `with_held` takes in what gateways
+    counted and the ledger does not have yet.
+    """
+    statement = query(segment, by=by, whose=whose, with_held=with_held)
     if statement is None:
         return []
     rows = await session.execute(statement.limit(most))
     width = len(by)
-    return [
-        Summed(row[0], tuple(row[1 : 1 + width]), *map(int, row[1 + width : -2]), *row[-2:])  # type: ignore[arg-type]
-        for row in rows
-    ]
+    return [Summed(tuple(row[:width]), *map(int, row[width:-2]), *row[-2:]) for row in rows]  # type: ignore[arg-type]
 
 
 def query(
-    segments: Sequence[Segment], *, by: Sequence[UsageDimension], whose: Whose
+    segment: Segment, *, by: Sequence[UsageDimension], whose: Whose, with_held: bool = False
 ) -> Select[*tuple[Any, ...]] | None:
-    """The statement of `sums`; None when the segments are empty."""
-    assert len(segments) <= MOST_SEGMENTS
-    branches = [branch for number, one in enumerate(segments) for branch in _branches(number, one, by, whose)]
+    """The statement of `sums`; None when the segment is empty."""
+    branches = _branches(segment, by, whose)
     if not branches:
         return None
+    if with_held:
+        claimed = exists().where(ClaimedAttempt.attempt_id == HeldUsage.attempt_id)
+        branches.append(_rows(HeldUsage, (segment.since, segment.until), by, whose).where(~claimed))
     parts = union_all(*branches).subquery()
-    keys = [parts.c.segment, *(parts.c[one.value] for one in by)]
+    keys = [parts.c[one.value] for one in by]
     tokens = func.sum(parts.c.prompt_tokens + parts.c.output_tokens)
-    return (
-        select(*keys, *(func.sum(parts.c[name]) for name in (*COUNTS, *SECONDS)))
-        .group_by(*keys)
-        .order_by(tokens.desc(), *keys)
-    )
+    found = select(*keys, *(func.sum(parts.c[name]) for name in (*COUNTS, *SECONDS)))
+    if not by:  # one row, also of nothing
+        return found.having(func.count() > 0)
+    return found.group_by(*keys).order_by(tokens.desc(), *keys)
 
 
-def _branches(
-    number: int, segment: Segment, by: Sequence[UsageDimension], whose: Whose
-) -> list[Select[*tuple[Any, ...]]]:
+def _branches(segment: Segment, by: Sequence[UsageDimension], whose: Whose) -> list[Select[*tuple[Any, ...]]]:
     parts = split(segment)
     found: list[Select[*tuple[Any, ...]]] = []
     if parts.first < parts.end:
         found.append(
             select(
-                literal(number).label("segment"),
                 *(_dimension(UsageDay, one) for one in by),
                 *(getattr(UsageDay, name).label(name) for name in (*COUNTS, *SECONDS)),
             ).where(*_days(parts.first, parts.end), *whose.conditions(UsageDay))
         )
-    found += [_rows(number, edge, by, whose) for edge in parts.edges]
+    found += [_rows(UsageEntry, edge, by, whose) for edge in parts.edges]
     return found
 
 
@@ -126,25 +126,30 @@ def _days(first: date, end: date) -> list[ColumnElement[bool]]:
 
 
 def _rows(
-    number: int, edge: tuple[datetime, datetime], by: Sequence[UsageDimension], whose: Whose
+    table: type[UsageEntry | HeldUsage],
+    span: tuple[datetime, datetime | None],
+    by: Sequence[UsageDimension],
+    whose: Whose,
 ) -> Select[*tuple[Any, ...]]:
+    since, until = span
     measures: Mapping[str, ColumnElement[Any]] = {
         "attempts": literal(1),
-        **{name: getattr(UsageEntry, name) for name in COUNTS[1:]},
-        **{name: func.round(cast(getattr(UsageEntry, name), Numeric), 6) for name in SECONDS},
+        **{name: getattr(table, name) for name in COUNTS[1:4]},
+        "cost": func.coalesce(table.cost, 0),
+        "unpriced_attempts": case((table.cost.is_(None), 1), else_=0),
+        **{name: func.round(cast(getattr(table, name), Numeric), 6) for name in SECONDS},
     }
+    ends = [table.finished_at < until] if until is not None else []
     return select(
-        literal(number).label("segment"),
-        *(_dimension(UsageEntry, one) for one in by),
-        *(measure.label(name) for name, measure in measures.items()),
-    ).where(UsageEntry.finished_at >= edge[0], UsageEntry.finished_at < edge[1], *whose.conditions(UsageEntry))
+        *(_dimension(table, one) for one in by), *(measure.label(name) for name, measure in measures.items())
+    ).where(table.finished_at >= since, *ends, *whose.conditions(table))
 
 
-def _dimension(table: type[UsageDay | UsageEntry], dimension: UsageDimension) -> ColumnElement[str]:
+def _dimension(table: type[Table], dimension: UsageDimension) -> ColumnElement[str]:
     if dimension is not UsageDimension.DAY:
         column: ColumnElement[str] = getattr(table, _COLUMN[dimension]).label(dimension.value)
         return column
-    day = UsageDay.day if table is UsageDay else func.timezone("UTC", UsageEntry.finished_at)
+    day = table.day if issubclass(table, UsageDay) else func.timezone("UTC", table.finished_at)
     return cast(func.to_char(day, "YYYY-MM-DD"), String).label(dimension.value)
 
 
@@ -159,4 +164,6 @@ def usage_sum(rows: Sequence[Summed]) -> UsageSum:
         output_tokens=sum(row.output_tokens for row in rows),
         kv_block_seconds=float(sum((row.kv_block_seconds for row in rows), Decimal())),
         device_seconds=float(sum((row.device_seconds for row in rows), Decimal())),
+        cost=sum(row.cost for row in rows),
+        unpriced_attempts=sum(row.unpriced_attempts for row in rows),
     )

@@ -6,6 +6,7 @@ from controlplane.component import Component, Resources
 from controlplane.fleet.addresses import ReplicaAddresses, replica_policy
 from controlplane.fleet.live import LoadPublisher
 from controlplane.ledger.consumer import StreamConsumer
+from controlplane.ledger.held import HeldSettler
 from controlplane.telemetry.background import running
 from controlplane.telemetry.controllers import api, take_gateway_report, take_report
 from controlplane.telemetry.ingest import Ingestor
@@ -27,9 +28,15 @@ def component(resources: Resources) -> Component:
         resources.redis,
         on_stored=metrics.count_usage,
         on_refused=lambda number: ingestor.refused(GATEWAY, Refusal.USAGE, number),
+        on_taken=metrics.count_taken,
     )
+    settler = HeldSettler(resources.engine, on_stored=metrics.count_settled)
     work = running(
-        publish_loads=publisher.run, ingest=ingestor.run, consume_usage=consumer.run, learn_labels=learner.run
+        publish_loads=publisher.run,
+        ingest=ingestor.run,
+        consume_usage=consumer.run,
+        settle_usage=settler.run,
+        learn_labels=learner.run,
     )
     return Component(
         routes=[take_report, take_gateway_report, api],

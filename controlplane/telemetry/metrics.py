@@ -7,12 +7,13 @@ Layer: service. Prometheus metrics of one process in its own registry. Label val
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from controlplane.ledger.service import Taken
 from controlplane.telemetry.labels import KnownLabels
 from controlplane.telemetry.taskstats import OUTCOMES, TaskCount
 from dataplane.protocol import ReplicaState, UsageRecord
@@ -65,6 +66,25 @@ class IntakeMetrics:
             ["tenant", "model", "kind"],
             registry=registry,
         )
+        self.usage_stream = Counter(
+            "tidegate_usage_stream_records",
+            "Usage records taken from gateways: stored at once, held for the replica's own, or known before.",
+            ["result"],
+            registry=registry,
+        )
+        self.usage_settled = Counter(
+            "tidegate_usage_settled_by_gateway",
+            "Attempts stored as their gateway counted them, because no replica will tell any more.",
+            registry=registry,
+        )
+        self.usage_held = Gauge(
+            "tidegate_usage_held_records", "Gateways' counts that wait for the replica's own.", registry=registry
+        )
+        self.usage_complete_until = Gauge(
+            "tidegate_usage_complete_until_seconds",
+            "The ledger has all attempts that ended before this time (Unix seconds), as far as reporters are heard.",
+            registry=registry,
+        )
         self.replicas = Gauge("tidegate_replicas", "Replicas by state", ["state"], registry=registry)
         self.rollup_lag = Gauge(
             "tidegate_rollup_lag_seconds", "Age of the oldest closed window not rolled up", ["job"], registry=registry
@@ -83,6 +103,16 @@ class IntakeMetrics:
             self.usage_tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
             self.usage_tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
             self.usage_tokens.labels(tenant, model, "output").inc(record.output_tokens)
+
+    def count_taken(self, taken: Taken) -> None:
+        """Count a batch of gateways' records."""
+        for result, number in (("stored", len(taken.stored)), ("held", taken.held), ("known", taken.known)):
+            self.usage_stream.labels(result).inc(number)
+
+    def count_settled(self, records: Sequence[UsageRecord]) -> None:
+        """Count attempts whose row is their gateway's count."""
+        self.usage_settled.inc(len(records))
+        self.count_usage(records)
 
     def show_replicas(self, counts: dict[ReplicaState, int]) -> None:
         for state, number in counts.items():

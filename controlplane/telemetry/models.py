@@ -14,6 +14,7 @@ from datetime import datetime
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     DateTime,
     Index,
@@ -92,6 +93,9 @@ class Gateway(Base):
     in_flight: Mapped[int] = mapped_column(Integer)
     started_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
     last_report_at: Mapped[datetime] = mapped_column(DateTime(timezone=True))
+    spool_bytes: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
+    spool_full: Mapped[bool] = mapped_column(Boolean, server_default=text("false"))
+    spool_oldest_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
 
 
 class RollupClaim(Base):

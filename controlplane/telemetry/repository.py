@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.telemetry.figures import StoredWindow
 from controlplane.telemetry.models import Gateway, RollupClaim, TelemetryWindow
+from controlplane.telemetry.schemas import GatewaySpool
 from controlplane.telemetry.windows import GATEWAY, WindowKey, WindowRow
 from dataplane.protocol import WINDOW_SECONDS, GatewayReport
 
@@ -100,14 +101,19 @@ async def lock_gateways(session: AsyncSession, ids: Sequence[str]) -> dict[str, 
 
 _UPSERT_GATEWAYS = text(
     """
-INSERT INTO gateways AS g (id, boot_epoch, sequence, policy_epoch, in_flight, started_at, last_report_at)
-SELECT u.id, u.boot_epoch, u.sequence, u.policy_epoch, u.in_flight, to_timestamp(u.started_at), now()
+INSERT INTO gateways AS g (id, boot_epoch, sequence, policy_epoch, in_flight, spool_bytes, spool_full,
+                           spool_oldest_at, started_at, last_report_at)
+SELECT u.id, u.boot_epoch, u.sequence, u.policy_epoch, u.in_flight, u.spool_bytes, u.spool_full,
+       to_timestamp(nullif(u.spool_oldest_at, 0)), to_timestamp(u.started_at), now()
 FROM unnest(CAST(:id AS text[]), CAST(:boot_epoch AS bigint[]), CAST(:sequence AS bigint[]),
-            CAST(:policy_epoch AS bigint[]), CAST(:in_flight AS int[]), CAST(:started_at AS double precision[]))
-  AS u(id, boot_epoch, sequence, policy_epoch, in_flight, started_at)
+            CAST(:policy_epoch AS bigint[]), CAST(:in_flight AS int[]), CAST(:spool_bytes AS bigint[]),
+            CAST(:spool_full AS boolean[]), CAST(:spool_oldest_at AS double precision[]),
+            CAST(:started_at AS double precision[]))
+  AS u(id, boot_epoch, sequence, policy_epoch, in_flight, spool_bytes, spool_full, spool_oldest_at, started_at)
 ON CONFLICT (id) DO UPDATE SET
   boot_epoch = excluded.boot_epoch, sequence = excluded.sequence, policy_epoch = excluded.policy_epoch,
-  in_flight = excluded.in_flight, started_at = excluded.started_at, last_report_at = excluded.last_report_at
+  in_flight = excluded.in_flight, spool_bytes = excluded.spool_bytes, spool_full = excluded.spool_full,
+  spool_oldest_at = excluded.spool_oldest_at, started_at = excluded.started_at, last_report_at = excluded.last_report_at
 WHERE (excluded.boot_epoch, excluded.sequence) > (g.boot_epoch, g.sequence)
 """
 )
@@ -127,9 +133,27 @@ async def put_gateways(session: AsyncSession, reports: Iterable[GatewayReport]) 
         "sequence": [row.sequence for row in rows],
         "policy_epoch": [row.policy_epoch for row in rows],
         "in_flight": [row.in_flight for row in rows],
+        "spool_bytes": [row.spool_bytes for row in rows],
+        "spool_full": [row.spool_full for row in rows],
+        "spool_oldest_at": [row.spool_oldest_at for row in rows],
         "started_at": [row.started_at for row in rows],
     }
     await session.execute(_UPSERT_GATEWAYS, columns)
+
+
+_SPOOLS = text(
+    """
+SELECT id AS gateway, spool_bytes AS waiting_bytes, spool_full AS "full",
+  extract(epoch FROM spool_oldest_at)::double precision AS oldest_at,
+  extract(epoch FROM last_report_at)::double precision AS heard_at
+FROM gateways ORDER BY spool_bytes DESC, id LIMIT :most
+"""
+)
+
+
+async def gateway_spools(session: AsyncSession, most: int = 500) -> list[GatewaySpool]:
+    """What gateways have on their disks, the fullest first."""
+    return [GatewaySpool(**row) for row in (await session.execute(_SPOOLS, {"most": most})).mappings()]
 
 
 _TOUCH = text(

@@ -89,3 +89,24 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     by_replica: list[ScopedFigures]
     by_tenant: list[ScopedFigures]
     series: Series
+
+
+class GatewaySpool(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway has on its disk, as of its last report. Times are Unix seconds."""
+
+    gateway: str
+    waiting_bytes: int
+    oldest_at: float | None
+    full: bool
+    heard_at: float
+
+
+class Completeness(msgspec.Struct, frozen=True, kw_only=True):
+    """`complete_until` (Unix seconds): attempts that ended before are all in the ledger, as far as reporters are heard.
+
+    `held` attempts wait for their replica's own count.
+    """
+
+    complete_until: float
+    held: int
+    gateways: list[GatewaySpool]

@@ -19,6 +19,7 @@ from controlplane.ledger import service as ledger
 from controlplane.outage import away
 from controlplane.paging import LARGEST
 from controlplane.telemetry import rollups
+from controlplane.telemetry.completeness import completeness
 from controlplane.telemetry.labels import MAX_KNOWN, KnownLabels
 from controlplane.telemetry.metrics import IntakeMetrics
 from controlplane.telemetry.taskstats import TaskStats
@@ -75,6 +76,9 @@ class DatabaseGauges:
             for job, lag_s in (await rollups.lags(session, self._clock())).items():
                 metrics.rollup_lag.labels(job).set(lag_s)
             metrics.ledger_rows.set(await ledger.estimated_rows(session))
+            usage = await completeness(session, self._clock())
+            metrics.usage_held.set(usage.held)
+            metrics.usage_complete_until.set(usage.complete_until)
         metrics.shown.tasks = await self._tasks.read()
 
 

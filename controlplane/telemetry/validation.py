@@ -81,6 +81,9 @@ def check_gateway_report(report: GatewayReport, now: float) -> None:
     _fencing(report, now)
     _epochs(report, "policy_epoch")
     _count("in_flight", report.in_flight)
+    _count("spool_bytes", report.spool_bytes)
+    if not 0 <= report.spool_oldest_at <= _LAST_SECOND:
+        raise RefusedError(f"spool_oldest_at {report.spool_oldest_at} is not a time")
     parts = sum(len(window.series) + len(window.refusals) for window in report.windows)
     if len(report.windows) > MAX_WINDOWS or parts > MAX_SERIES:
         raise RefusedError(f"a report carries at most {MAX_WINDOWS} windows and {MAX_SERIES} series")

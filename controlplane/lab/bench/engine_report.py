@@ -138,7 +138,8 @@ class EngineReporter:
             sent_at=time.time(),
             started_at=self._started,
             state=ReplicaState.READY,
-            usage=self._usage.batch(),
+            usage=(batch := self._usage.batch()),
+            usage_left=len(self._usage) - len(batch),
         )
         try:
             async with session.post(self._url, data=encode(report), headers=self._headers) as answer:

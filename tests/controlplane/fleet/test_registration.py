@@ -6,16 +6,17 @@ from controlplane.fleet.registration import EventKind, ReplicaFacts, apply, comm
 from dataplane.protocol import CoreReady, ReplicaState
 from tests.controlplane.telemetry.reports import BOOT, report
 
+NOW = 1_700_000_001.0
 READY = CoreReady(boot_epoch=1, model="m", max_model_len=8192, block_size=16, total_blocks=100)
 
 
 def stored(**values: object) -> ReplicaFacts:
-    facts, _ = apply(None, report(**values))  # type: ignore[arg-type]
+    facts, _ = apply(None, report(**values), NOW)  # type: ignore[arg-type]
     return facts
 
 
 def kinds(known: ReplicaFacts, **values: object) -> list[EventKind]:
-    return [event.kind for event in apply(known, report(**values))[1]]  # type: ignore[arg-type]
+    return [event.kind for event in apply(known, report(**values), NOW)[1]]  # type: ignore[arg-type]
 
 
 def test_f28_older_and_repeated_reports_are_not_newer() -> None:
@@ -29,7 +30,7 @@ def test_f28_older_and_repeated_reports_are_not_newer() -> None:
 
 
 def test_each_change_is_told_once() -> None:
-    _, events = apply(None, report())
+    _, events = apply(None, report(), NOW)
     assert [event.kind for event in events] == [EventKind.REGISTERED]
     known = stored(sequence=1)
     assert kinds(known, sequence=2) == []
@@ -40,8 +41,8 @@ def test_each_change_is_told_once() -> None:
 
 def test_what_the_core_said_of_itself_is_kept_until_it_restarts() -> None:
     known = stored(ready=READY)
-    assert apply(known, report(sequence=2))[0].ready == READY
-    assert apply(known, report(sequence=2, core_epoch=2))[0].ready is None
+    assert apply(known, report(sequence=2), NOW)[0].ready == READY
+    assert apply(known, report(sequence=2, core_epoch=2), NOW)[0].ready is None
 
 
 def test_a_sender_that_believes_more_is_stored_than_is_must_resync() -> None:

@@ -31,12 +31,14 @@ from controlplane.gateway.metrics import GatewayMetrics
 from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.telemetry import Recorder
+from controlplane.gateway.usage import UsageLog
+from controlplane.ledger.spool import BEGINNING
 from controlplane.quotas.schemas import Limit, Price, TenantQuotas
 from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
-from dataplane.protocol import GatewayCounters, ReplicaState
+from dataplane.protocol import GatewayCounters, ReplicaState, UsageRecord
 from tests.controlplane.gateway.replicas import DONE, FakeReplica
 from tests.services import free_port
 
@@ -134,6 +136,15 @@ class Running:
     log_path: Path
     client: aiohttp.ClientSession
 
+    async def usage(self) -> list[UsageRecord]:
+        """What the gateway has put down for the ledger, in order."""
+        spool = self.gateway.usage._spool
+        assert spool is not None
+        while spool._flushing is not None:
+            await asyncio.sleep(0.01)
+        entries = (await spool.read(BEGINNING, 10_000)).entries
+        return [msgspec.msgpack.decode(entry.payload, type=UsageRecord) for entry in entries]
+
     def post(self, body: object, *, path: str = "/v1/chat/completions", key: str | None = None, **kwargs: object):
         """A request with the default key; `body` is JSON unless it is bytes."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -183,6 +194,7 @@ async def running_gateway(
     limits: tuple[Limit, ...] = (),
     prices: tuple[Price, ...] = (),
     leases: Leases | None = None,
+    spool_bytes: int = 1 << 24,
 ) -> AsyncIterator[Running]:
     """A gateway process's request side, in this loop, on a free port; leases lie in the Redis of `settings`."""
     policy = Policy(view=fleet(*routes, models=models), limits=limits, prices=prices)
@@ -202,6 +214,8 @@ async def running_gateway(
     LeaseCollector(leases, registry)
     log_path = settings.home / "gateway" / secrets.token_hex(4) / "requests.jsonl"
     recorder = Recorder()
+    usage = UsageLog(log_path.parent / "usage", redis, gateway="gateway-0", max_bytes=spool_bytes)
+    usage.open()
     gateway = Gateway(
         settings,
         keys=keys,
@@ -217,6 +231,7 @@ async def running_gateway(
         board=LoadBoard(settings.stale_after_s),
         recorder=recorder,
         request_log=RequestLog(log_path, on_dropped=metrics.log_lines_dropped.inc),
+        usage=usage,
         metrics=metrics,
     )
     gateway.open()
@@ -236,6 +251,7 @@ async def running_gateway(
             await serving
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
+        await usage.close()
         await leases.close()
         await redis.aclose()
         await quotas.close()

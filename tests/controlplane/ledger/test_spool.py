@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from controlplane.ledger import spool as module
+from controlplane.ledger.segments import SpoolBusyError, frame
 from controlplane.ledger.spool import (
     BEGINNING,
     MAX_RECORD,
     READ_BYTES,
     Position,
     Spool,
-    SpoolBusyError,
     SpoolError,
     SpoolFullError,
 )
@@ -127,7 +127,7 @@ async def test_a_long_stretch_that_is_no_record_does_not_stop_the_reader(tmp_pat
     await spool.close()
     (segment,) = tmp_path.glob("usage-*.spool")
     with segment.open("ab") as file:
-        file.write(rng.randbytes(2 * READ_BYTES) + module._frame(b"after"))
+        file.write(rng.randbytes(2 * READ_BYTES) + frame(b"after"))
     again = Spool(tmp_path)
     assert (await everything(again))[0] == [b"before", b"after"]
     await again.close()
@@ -282,3 +282,99 @@ async def test_f15_kill_9_at_random_moments_loses_nothing_that_was_acknowledged(
     assert set(acknowledged) <= set(found)
     assert len(found) == len(set(found))
     await spool.close()
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Records that nobody awaits
+# --------------------------------------------------------------------------------------------------------------
+
+
+async def settled(spool: Spool) -> None:
+    while spool._flushing is not None:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_is_put_waits_for_company_and_is_durable_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    synced = []
+    real = os.fdatasync
+    monkeypatch.setattr(module.os, "fdatasync", lambda file: (synced.append(file), real(file)))
+    spool = Spool(tmp_path)
+    written = payloads(rng, 300)
+    for n, one in enumerate(written):
+        spool.put(one)
+        if n % 50 == 0:
+            await asyncio.sleep(0.001)
+    assert spool.bytes_after(BEGINNING) == spool.held_bytes > 0
+    await settled(spool)
+    assert 1 <= len(synced) < 30
+    assert (await everything(spool))[0] == written
+    await spool.close()
+
+
+async def test_who_awaits_a_record_does_not_linger(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, linger_s=3600.0)
+    spool.put(b"first")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await spool.append(b"second")
+    assert (await everything(spool))[0] == [b"first", b"second"]
+    spool.put(b"third")
+    async with asyncio.timeout(10):
+        await spool.close()
+    again = Spool(tmp_path)
+    assert (await everything(again))[0] == [b"first", b"second", b"third"]
+    await again.close()
+
+
+async def test_a_disk_that_refuses_is_tried_again_and_nothing_is_lost_but_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.02)
+    real, broken = os.fdatasync, True
+    refused = 0
+
+    def sync(file: int) -> None:
+        nonlocal refused
+        if broken:
+            refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file)
+
+    monkeypatch.setattr(module.os, "fdatasync", sync)
+    spool = Spool(tmp_path, linger_s=0.001)
+    spool.put(b"one")
+    while refused < 3:
+        await asyncio.sleep(0.01)
+    spool.put(b"two")
+    broken = False
+    await settled(spool)
+    assert (await everything(spool))[0] == [b"one", b"two"]
+    assert spool.lost == 0
+    broken = True
+    spool.put(b"three")
+    async with asyncio.timeout(10):
+        await spool.close()
+    assert spool.lost == 1
+
+
+async def test_the_age_of_what_waits_is_known_also_after_a_restart(tmp_path: Path) -> None:
+    now = 1000.0
+    spool = Spool(tmp_path, wall=lambda: now)
+    assert spool.oldest_at is None
+    await spool.append(b"old")
+    first = (await spool.read(BEGINNING, 1)).cursor
+    now = 1060.0
+    await spool.append(b"young")
+    assert spool.oldest_at == 1000.0
+    spool.trim(first)
+    assert spool.oldest_at == 1060.0
+    assert spool.bytes_after(first) == spool.bytes_after(BEGINNING) - first.offset
+    spool.trim(spool._end())
+    assert (spool.oldest_at, spool.bytes_after(spool._end())) == (None, 0)
+    await spool.append(b"left")
+    await spool.close()
+    again = Spool(tmp_path)
+    assert again.oldest_at is not None
+    await again.close()

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal
+from fractions import Fraction
 from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from sqlalchemy import event, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import InvalidRequestError
 from controlplane.ledger import service
-from controlplane.ledger.costing import cost, cut, in_force, price_of
-from controlplane.ledger.schemas import UsageDimension
+from controlplane.ledger.costing import PriceList
+from controlplane.ledger.schemas import UsageDimension, UsageLine
 from controlplane.ledger.spans import Segment, month_of, split, start_of
 from controlplane.ledger.sums import Whose, query
+from controlplane.quotas import price_repository, price_service
 from controlplane.quotas.schemas import Price
+from controlplane.quotas.views import PriceSpec
 from controlplane.tenants import service as tenants
 from dataplane.protocol import UsageRecord
 from tests.controlplane.ledger.test_service import some_usage
@@ -107,6 +112,44 @@ async def test_sum_since_takes_the_tenant_its_projects_and_a_key_over_its_rotati
         await service.sum_since(session, tenant="acme", since=FIRST.replace(tzinfo=None))
 
 
+async def set_prices(session: AsyncSession, prices: Sequence[Price]) -> None:
+    """A history of prices, as if they had been set in time."""
+    for one in prices:
+        values = {name: getattr(one, name) for name in price_service.AMOUNTS}
+        spans = {
+            name: None if at is None else datetime.fromtimestamp(at, UTC)
+            for name, at in (("valid_from", one.valid_from), ("valid_until", one.valid_until))
+        }
+        await price_repository.add_price(session, pool=one.pool, set_by="op", idempotency_key=None, **values, **spans)
+
+
+def exact_cost(prices: Sequence[Price], one: UsageRecord) -> int:
+    """Micro-units, worked out another way than the ledger does: with fractions."""
+    in_force = [
+        price
+        for price in prices
+        if price.pool in (one.pool, "") and price.valid_from <= one.finished_at < (price.valid_until or math.inf)
+    ]
+    used = max(in_force, key=lambda price: price.pool)
+    tokens = (
+        (one.prompt_tokens - one.cached_tokens) * used.uncached_input
+        + one.cached_tokens * used.cached_input
+        + one.output_tokens * used.output
+    )
+    device = Fraction(round(one.device_seconds * 10**9), 10**9) * used.device_second
+    return round(Fraction(tokens, 10**6) + device)
+
+
+async def all_lines(session: AsyncSession) -> AsyncIterator[UsageLine]:
+    after = None
+    while True:
+        page = await service.usage_page(session, after=after, limit=200)
+        for line in page.items:
+            yield line
+        if (after := page.next) is None:
+            return
+
+
 async def test_money_is_each_attempt_at_the_price_when_it_finished(session: AsyncSession, rng: random.Random) -> None:
     noon = FIRST.timestamp() + 43_200
     prices = [
@@ -120,40 +163,54 @@ async def test_money_is_each_attempt_at_the_price_when_it_finished(session: Asyn
             pool=rng.choice(["cheap", "dear"]),
             finished_at=(finished := FIRST.timestamp() + rng.uniform(0, 200_000)),
             started_at=finished,
-            device_seconds=rng.randint(0, 5) / 1.0,
+            device_seconds=rng.uniform(0, 5),
             output_tokens=n,
         )
         for n in range(150)
     ]
+    await set_prices(session, prices)
     await service.record(session, records)
-
-    def truth(one: UsageRecord) -> int:
-        used = in_force(prices, one.pool, one.finished_at)
-        assert used is not None
-        return cost(
-            used,
-            uncached_tokens=one.prompt_tokens - one.cached_tokens,
-            cached_tokens=one.cached_tokens,
-            output_tokens=one.output_tokens,
-            device_seconds=Decimal(one.device_seconds),
-        )
-
-    spent = await service.spent_since(session, tenant="demo", since=FIRST, prices=prices)
-    assert spent == sum(truth(one) for one in records)
-    assert await service.spent_since(session, tenant="demo", since=FIRST, prices=prices[1:]) < spent
-    assert await service.spent_since(session, tenant="demo", since=FIRST, prices=()) == 0
+    truth = sum(exact_cost(prices, one) for one in records)
+    found = await service.sum_since(session, tenant="demo", since=FIRST)
+    assert (found.cost, found.unpriced_attempts) == (truth, 0)
+    for by in UsageDimension:
+        totals = await service.usage_totals(session, by=by, since=FIRST, until=FIRST + timedelta(days=5))
+        assert sum(one.cost for one in totals) == truth, by
+    lines = [line async for line in all_lines(session)]
+    assert sum(line.cost or 0 for line in lines) == truth, "rows, sums by day and parts of days agree"
 
 
-def test_a_pools_own_price_goes_first_and_pieces_have_one_price_each() -> None:
-    prices = [price(since=10.25), price("p", since=20.0, until=30.1), price("p", since=50.0)]
-    pieces = cut(Segment(datetime.fromtimestamp(0, UTC), None), prices)
-    assert [piece.since.timestamp() for piece in pieces] == [0.0, 10.25, 20.0, 30.1, 50.0]
-    assert [price_of(prices, "p", piece) for piece in pieces] == [None, prices[0], prices[1], prices[0], prices[2]]
-    assert price_of(prices, "other", pieces[-1]) == prices[0]
-    assert cut(Segment(FIRST, FIRST + timedelta(days=1)), prices) == [Segment(FIRST, FIRST + timedelta(days=1))]
-    half = price(uncached_input=1)
-    amounts = {"cached_tokens": 0, "output_tokens": 0, "device_seconds": Decimal()}
-    assert [cost(half, uncached_tokens=n * 500_000, **amounts) for n in (1, 3, 4)] == [0, 2, 2], "half to even"
+async def test_a_new_price_changes_no_row_and_no_sum(session: AsyncSession) -> None:
+    now = datetime.now(UTC)
+    at = {"started_at": 1.0, "finished_at": now.timestamp() - 1, "prompt_tokens": 0, "cached_tokens": 0}
+    dear = PriceSpec(uncached_input=1, cached_input=1, output=9_000_000, valid_from=None)
+    await service.record(session, [usage("free", output_tokens=1_000_000, **at)])
+    await price_service.set_price(session, dear, by="op")
+    await service.record(session, [usage("before", output_tokens=1_000_000, **at)])
+    after = {**at, "finished_at": datetime.now(UTC).timestamp() + 1}
+    await service.record(session, [usage("after", output_tokens=1_000_000, **after)])
+    lines = {line.attempt_id: line.cost async for line in all_lines(session)}
+    assert lines == {"free": None, "before": None, "after": 9_000_000}
+    found = await service.sum_since(session, tenant="demo", since=now - timedelta(days=1))
+    assert (found.cost, found.unpriced_attempts, found.attempts) == (9_000_000, 2, 3)
+    await price_service.set_price(session, structs.replace(dear, output=1), by="op")
+    assert await service.sum_since(session, tenant="demo", since=now - timedelta(days=1)) == found
+    day = now.date()
+    assert await service.check_sums(session, day, day + timedelta(days=1)) == []
+
+
+def test_a_pools_own_price_goes_first_and_half_is_rounded_to_even() -> None:
+    prices = [price(since=10.25, output=1_000_000), price("p", since=20.0, until=30.1, output=7_000_000)]
+    known = PriceList(prices)
+
+    def cost(at: float, pool: str = "p") -> int | None:
+        return known.cost(usage(pool=pool, finished_at=at, prompt_tokens=0, cached_tokens=0, output_tokens=1))
+
+    assert [cost(at) for at in (10.0, 10.25, 20.0, 30.0, 30.1)] == [None, 1, 7, 7, 1]
+    assert cost(25.0, "other") == 1
+    half = PriceList([price(uncached_input=1)])
+    costs = [half.cost(usage(prompt_tokens=n * 500_000, cached_tokens=0, output_tokens=0)) for n in (1, 3, 4)]
+    assert costs == [0, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +262,7 @@ async def test_f31_a_sum_reads_sums_and_the_rows_of_two_days_in_one_query(sessio
     span = Segment(today + timedelta(hours=5, days=-1), today + timedelta(hours=1, days=6))
     found = await service.sum_since(session, tenant="t7", since=span.since, until=span.until)
     assert (len(statements), found.attempts) == (1, 7 * 6)
-    statement = query([span], by=[], whose=Whose(tenant="t7"))
+    statement = query(span, by=[], whose=Whose(tenant="t7"))
     assert statement is not None
     compiled = statement.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True})
     plan = await _plan(session, str(compiled))
