@@ -32,7 +32,7 @@ from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.telemetry import Recorder
 from controlplane.quotas.schemas import Limit, Price, TenantQuotas
-from controlplane.redis_client import create_redis
+from controlplane.redis_pipe import ScriptPipe
 from controlplane.settings import Settings
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
@@ -191,8 +191,8 @@ async def running_gateway(
     directory = FleetDirectory(policy.load_fleet)
     await directory.refresh()
     quotas = QuotaDirectory(policy.load_quotas)
-    redis = create_redis(settings.redis_url)
-    leases = leases or Leases(redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+    pipe = ScriptPipe(settings.redis_url)
+    leases = leases or Leases(pipe, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
     renewing = asyncio.create_task(leases.run())
     if listening:
         keys.on_listening()
@@ -237,7 +237,7 @@ async def running_gateway(
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
         await leases.close()
-        await redis.aclose()
+        await pipe.close()
         await quotas.close()
         await keys.close()
         await gateway.close()
