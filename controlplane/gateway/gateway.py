@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import aiohttp
-
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.http_client import Response
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
@@ -83,7 +82,7 @@ class Gateway:
         if self._upstream is not None:
             await self._upstream.close()
 
-    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> Response:
         """Send a request that holds `lease` to a replica; there is no other way to one (F3). Raises UpstreamFailure."""
         assert isinstance(lease, Lease), "nothing is dispatched without a lease"
         assert self._upstream is not None, "the gateway is not open"

@@ -275,7 +275,7 @@ def own_tasks() -> set[str]:
 def upstream_connections(served: Running) -> int:
     """Connections to replicas that are in use."""
     assert served.gateway._upstream is not None
-    return len(served.gateway._upstream._session.connector._acquired)  # type: ignore[union-attr]
+    return served.gateway._upstream.in_use
 
 
 async def assert_nothing_left(served: Running) -> None:
