@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
@@ -68,7 +69,7 @@ class Gateway:
         self.draining = False
         self.cutting = False
         """Requests still running are being ended now."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,10 +112,16 @@ class Gateway:
             if not self._in_flight:
                 self._idle.set()
 
-    def running(self, work: asyncio.Task[None]) -> None:
-        """`work` relays one request; it may be cut at shutdown."""
-        self._running.add(work)
-        work.add_done_callback(self._running.discard)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The present task relays one request; it may be cut at shutdown."""
+        task = asyncio.current_task()
+        assert task is not None, "only a task can be cut"
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
 
     def settle(self, record: RequestRecord) -> None:
         """A request has ended: count it and write its line, once, from the one record."""

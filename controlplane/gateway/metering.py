@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from controlplane.admission.answers import Basis, ColdCounter, Granted, Lease, Refused
-from controlplane.admission.charges import MOST, NOTHING, SIZES, Charge, Use, charges_for, oversized
+from controlplane.admission.charges import MOST, NOTHING, SIZES, Charge, Use, oversized
 from controlplane.admission.leases import Leases
 from controlplane.admission.warm import StoreRestlessError, Warmer
 from controlplane.errors import CapacityError, TidegateError
@@ -153,10 +153,9 @@ class Meter:
             price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), now, use)
         return Use(input=read, uncached_input=read, output=written, money=min(price, MOST))
 
-    async def _acquire(self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use) -> Granted:
+    async def _acquire(self, grant: KeyGrant, limits: tuple[Limit, ...], tenant: TenantLimits, worst: Use) -> Granted:
         def charges_at(at: float | None) -> tuple[Charge, ...]:
-            now = self._wall() if at is None else at
-            return charges_for(grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: effective(limit, now))
+            return tenant.charges(limits, worst, self._wall() if at is None else at)
 
         async def summed(counter: ColdCounter) -> tuple[int, float]:
             limit = tenant.limit(counter.charge.quota_id)
@@ -164,7 +163,7 @@ class Meter:
                 return await self._sum(grant, limit, counter, tenant.quotas.prices)
 
         try:
-            outcome = await self._warmer.acquire(grant.tenant_id, os.urandom(16).hex(), charges_at, summed)
+            outcome = await self._warmer.acquire(grant.tenant_id, f"{random.getrandbits(128):032x}", charges_at, summed)
         except TidegateError:
             raise
         except Exception as error:
