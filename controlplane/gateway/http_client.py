@@ -204,7 +204,8 @@ class Response:
         while not self.status:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = self._pool.loop.create_future()
+            await self._waiter
 
     async def read(self) -> bytes:
         """What has come of the body since the last call, at least a byte; empty at its end. Raises HttpError, after
@@ -215,7 +216,8 @@ class Response:
                 return b""
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            self._waiter = self._pool.loop.create_future()
+            await self._waiter
         parts = self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
@@ -251,10 +253,6 @@ class Response:
     def failed(self, error: HttpError) -> None:
         self._error = error
         self._wake()
-
-    async def _wait(self) -> None:
-        self._waiter = self._pool.loop.create_future()
-        await self._waiter
 
     def _wake(self) -> None:
         waiter = self._waiter

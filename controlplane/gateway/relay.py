@@ -126,7 +126,7 @@ class Relay:
             while data := await response.read():
                 part = reading.read_events(events.feed(data), time.monotonic())
                 if part:
-                    await send_part(send, part, more=True)
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
                 if waiting and reading.times.first is not None:
                     waiting = reading.times.first_visible is None
                     record.ttft_s, record.ttft_visible_s = reading.times.ttft, reading.times.ttft_visible
