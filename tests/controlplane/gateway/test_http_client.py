@@ -41,7 +41,9 @@ class Server:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.tasks.add(asyncio.create_task(self.serve(reader, writer)))
+        task = asyncio.create_task(self.serve(reader, writer))
+        task.add_done_callback(lambda _: writer.close())
+        self.tasks.add(task)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -51,9 +53,7 @@ class Server:
                 self.requests.append(head + await reader.readexactly(length))
                 await self.speak(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+            return
 
 
 @asynccontextmanager
