@@ -68,7 +68,9 @@ async def serving(speak: Speak, *, silence_s: float = 5.0) -> AsyncIterator[tupl
         assert pool.in_use == 0
     finally:
         pool.close()
+        await asyncio.sleep(0.01)  # connections that were given up may still be on their way in
         listening.close()
+        await asyncio.sleep(0)
         for task in server.tasks:
             task.cancel()
         await asyncio.gather(*server.tasks, return_exceptions=True)
