@@ -60,7 +60,8 @@ class Application(Litestar):
     """Litestar with a request id, and on the control plane security headers, on every response (errors too).
 
     What is below `direct_path` goes straight to `direct`, past the framework's router and error handling, which cost a
-    relayed token or request as much as the gateway's own reading of it: `direct` answers its errors itself.
+    relayed token or request as much as the gateway's own reading of it: `direct` answers its errors and names the
+    request itself.
     """
 
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -72,7 +73,12 @@ class Application(Litestar):
             await super().__call__(scope, receive, send)
             return
         scope.setdefault("state", {})
-        headers = ((b"x-request-id", request_id.assign(scope)), *self.extra_headers)
+        identifier = request_id.assign(scope)
+        if self.direct is not None and scope["path"].startswith(self.direct_path):
+            scope["path"] = scope["path"][len(self.direct_path) - 1 :]
+            await self.direct(scope, receive, send)
+            return
+        headers = ((b"x-request-id", identifier), *self.extra_headers)
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -80,10 +86,6 @@ class Application(Litestar):
                 message["headers"] = [*message["headers"], *(pair for pair in headers if pair[0] not in present)]
             await send(message)
 
-        if self.direct is not None and scope["path"].startswith(self.direct_path):
-            scope["path"] = scope["path"][len(self.direct_path) - 1 :]
-            await self.direct(scope, receive, answer)
-            return
         await super().__call__(scope, receive, answer)
 
 

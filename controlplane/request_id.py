@@ -6,9 +6,9 @@ scope or the header, which agree. Never trusted for anything but naming.
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
-from uuid import uuid4
 
 from dataplane.protocol import HEADER_REQUEST
 
@@ -24,7 +24,7 @@ def assign(scope: Any) -> bytes:
     if given is not None and _HARMLESS.fullmatch(given):
         identifier = given
     else:
-        identifier = uuid4().hex.encode()
+        identifier = b"%032x" % random.getrandbits(128)  # a name, not a secret
         scope["headers"] = [pair for pair in headers if pair[0] != _NAME] + [(_NAME, identifier)]
     scope["state"]["request_id"] = identifier.decode()
     return identifier

@@ -8,6 +8,7 @@ runs the application in one worker process, which the kernel ends with its paren
 from __future__ import annotations
 
 import errno
+import gc
 import ipaddress
 import multiprocessing
 import os
@@ -80,7 +81,10 @@ def load_application(role: str) -> Litestar:
         die_with(parent.pid)
     from controlplane import app
 
-    return app.gateway() if role == "gateway" else app.control()
+    application = app.gateway() if role == "gateway" else app.control()
+    gc.collect()
+    gc.freeze()  # what lives as long as the process is not searched for garbage again, which stops every request
+    return application
 
 
 @click.command()

@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
 from redis.exceptions import (
     ClusterDownError,
     MasterDownError,
@@ -67,6 +66,7 @@ from controlplane.admission.local import RETRY_S, LocalCounters, local_limit
 from controlplane.admission.outbox import EndedLease, Outbox
 from controlplane.admission.patience import Patience
 from controlplane.quotas.schemas import Away
+from controlplane.redis_pipe import ScriptPipe
 
 logger = logging.getLogger(__name__)
 
@@ -127,24 +127,24 @@ class Tally:
 
 
 class Leases:
-    """One process's leases. `redis` must answer with bytes; a call waits `deadline_s` seconds at most, `Patience`'s.
+    """One process's leases. `store` must answer with bytes; a call waits `deadline_s` seconds at most, `Patience`'s.
 
     `run` keeps the leases of requests in flight alive. `close` after the last request.
     """
 
     def __init__(
         self,
-        redis: Redis,
+        store: ScriptPipe | Redis,
         *,
         deadline_s: float = DEADLINE_S,
         ttl_s: float = TTL_S,
         longest_s: float = LONGEST_S,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        lua: Mapping[str, AsyncScript] | None = None,
+        lua: Mapping[str, scripts.Script] | None = None,
     ) -> None:
         self.tally = Tally()
-        self._lua = lua or scripts.register(redis)
+        self._lua = lua or scripts.register(store)
         self._deadline_s = deadline_s
         self._ttl_s = ttl_s
         self._longest_s = longest_s

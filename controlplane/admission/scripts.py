@@ -6,11 +6,14 @@ the server's, and no script takes a time from its caller; another clock makes an
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Sequence
 from functools import cache
 from importlib import resources
+from typing import Any, Protocol
 
 from redis.asyncio import Redis
-from redis.commands.core import AsyncScript
+
+from controlplane.redis_pipe import ScriptPipe
 
 NAMES = ("acquire", "extend", "settle", "reassert", "hydrate", "peek", "reserved")
 
@@ -21,7 +24,14 @@ def source(name: str) -> str:
     return resources.files("controlplane.admission").joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
 
 
-def register(redis: Redis, clock: str | None = None) -> dict[str, AsyncScript]:
+class Script(Protocol):
+    """One script of a store, redis-py's or the pipe's."""
+
+    def __call__(self, keys: Sequence[str], args: Sequence[bytes]) -> Awaitable[Any]: ...
+
+
+def register(store: ScriptPipe | Redis, clock: str | None = None) -> dict[str, Script]:
     """Every script by name. They are sent by their digest, and as text where the server does not know it."""
     head = (source("clock") if clock is None else clock) + source("core")
-    return {name: redis.register_script(head + source(name)) for name in NAMES}
+    make = store.script if isinstance(store, ScriptPipe) else store.register_script
+    return {name: make(head + source(name)) for name in NAMES}

@@ -6,6 +6,7 @@ Layer: service. Pure. Requests and answers are msgpack; times are whole microsec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -48,7 +49,12 @@ def micros(seconds: float) -> int:
 
 def keys(tenant_id: str, counters: Sequence[str]) -> list[str]:
     """KEYS of every script: the tenant's own three, then the counters."""
-    return [tenant_key(tenant_id, name) for name in ("meta", "leases", "order")] + list(counters)
+    return [*_own_keys(tenant_id), *counters]
+
+
+@lru_cache(maxsize=4096)
+def _own_keys(tenant_id: str) -> tuple[str, ...]:
+    return tuple(tenant_key(tenant_id, name) for name in ("meta", "leases", "order"))
 
 
 def charge_words(charges: Sequence[Charge]) -> list[list[int]]:

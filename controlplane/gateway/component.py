@@ -50,6 +50,7 @@ from controlplane.gateway.usage import UsageLog
 from controlplane.gateway.usage_metrics import UsageCollector
 from controlplane.quotas.schemas import TenantQuotas
 from controlplane.quotas.service import load_quotas, load_tenant_quotas
+from controlplane.redis_pipe import ScriptPipe
 from controlplane.tenants.schemas import KeyGrant
 from controlplane.tenants.service import load_key, load_keys
 
@@ -119,7 +120,8 @@ class _Parts:
             settings.database_url,
             [self._keys, self._quotas, self._fleet, self._prefetch_keys, self._prefetch_quotas],
         )
-        self._leases = Leases(resources.redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+        self._pipe = ScriptPipe(settings.redis_url)
+        self._leases = Leases(self._pipe, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
         LeaseCollector(self._leases, resources.registry)
         self._loads = LoadFeed(resources.redis, self._fleet, board)
         self._snapshot = SnapshotKeeper(
@@ -207,6 +209,7 @@ class _Parts:
             )
             await self._usage.close()
             await self._leases.close()
+            await self._pipe.close()
             await self._keys.close()
             await self._quotas.close()
             await self.gateway.close()

@@ -11,7 +11,8 @@ import logging
 
 import msgspec
 
-from controlplane.gateway.upstream import CLIENT_ERRORS, Upstream, UpstreamFailure
+from controlplane.gateway.http_client import HttpError
+from controlplane.gateway.upstream import Upstream, UpstreamFailure
 from dataplane.protocol import COUNT_SUFFIX, TokenCount
 
 MOST_AT_ONCE = 16
@@ -39,7 +40,7 @@ class PromptCounter:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._ask(url + COUNT_SUFFIX, headers, body)
-        except (UpstreamFailure, *CLIENT_ERRORS, msgspec.MsgspecError) as error:
+        except (UpstreamFailure, HttpError, TimeoutError, msgspec.MsgspecError) as error:
             logger.warning("A replica did not count a prompt (%s); its bound stands", type(error).__name__)
             return None
         finally:
@@ -51,7 +52,7 @@ class PromptCounter:
             if response.status != 200:
                 return None
             answer = b""
-            while len(answer) <= MOST_BYTES and (data := await response.content.readany()):
+            while len(answer) <= MOST_BYTES and (data := await response.read()):
                 answer += data
         finally:
             response.close()

@@ -10,17 +10,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import os
+import random
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 from litestar.types import Receive, Send
 
 from controlplane.admission.charges import NOTHING, Use
 from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
-from controlplane.gateway.asgi import RequestHead, client_left, discard_body, read_body, respond_error
+from controlplane.gateway.asgi import RequestHead, discard_body, read_body, respond_error
 from controlplane.gateway.body import InferenceBody, read_inference_body
+from controlplane.gateway.departure import Departure
 from controlplane.gateway.errors import ClientGoneError, UpstreamTimeoutError, capacity
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.metering import Counted, Held
@@ -96,7 +95,9 @@ class Exchange:
                 self._allow(request.model)
                 record.stream = request.stream
                 gateway.retries.earn()
-                await self._watched(self._metered(request, send), receive)
+                async with Departure(receive):
+                    with gateway.running():
+                        await self._metered(request, send)
         except TidegateError as error:
             record.refuse(error)
             await discard_body(head, receive)
@@ -146,21 +147,6 @@ class Exchange:
             )
         self.record.model = model
 
-    async def _watched(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
-        """Run `work`; the moment the client leaves, cancel it and raise ClientGoneError."""
-        task = asyncio.create_task(work)
-        watch = asyncio.create_task(client_left(receive))
-        watch.add_done_callback(lambda _: task.cancel())
-        self._gateway.running(task)
-        try:
-            await task
-        except asyncio.CancelledError:
-            if watch.done() and not watch.cancelled():
-                raise ClientGoneError from watch.exception()
-            raise
-        finally:
-            watch.cancel()
-
     async def _metered(self, request: InferenceBody, send: Send) -> None:
         """Deliver under a lease, and settle it however that ends."""
         meter = self._gateway.meter
@@ -205,7 +191,8 @@ class Exchange:
             if replica is None:
                 break
             tried.add(replica.replica)
-            record.pool, record.replica, record.attempt_id = replica.pool, replica.replica, os.urandom(16).hex()
+            record.pool, record.replica = replica.pool, replica.replica
+            record.attempt_id = f"{random.getrandbits(128):032x}"
             failure = await self._attempt(held, request, replica, send, tried)
             if failure is None:
                 return
@@ -262,6 +249,9 @@ class Exchange:
             relay.finished(200)
         if relay.reading.done or not self._gateway.cutting:
             raise asyncio.CancelledError
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()  # it goes on, to say so
         failure = UpstreamFailure(Cause.SHUTDOWN)
         if not relay.started:
             return failure

@@ -13,14 +13,14 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import aiohttp
+from typing import Any
 
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.http_client import Response
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.metering import Meter
 from controlplane.gateway.metrics import GatewayMetrics
@@ -77,7 +77,7 @@ class Gateway:
         self.draining = False
         self.cutting = False
         """Requests still running are being ended now."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,7 +92,7 @@ class Gateway:
         if self._upstream is not None:
             await self._upstream.close()
 
-    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> Response:
         """Send a request that holds `lease` to a replica; there is no other way to one (F3), but to have
         its prompt counted. Raises UpstreamFailure.
         """
@@ -130,10 +130,16 @@ class Gateway:
             if not self._in_flight:
                 self._idle.set()
 
-    def running(self, work: asyncio.Task[None]) -> None:
-        """`work` relays one request; it may be cut at shutdown."""
-        self._running.add(work)
-        work.add_done_callback(self._running.discard)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The present task relays one request; it may be cut at shutdown."""
+        task = asyncio.current_task()
+        assert task is not None, "only a task can be cut"
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
 
     def forged(self, tenant: str, headers: int) -> None:
         """A request of `tenant` ("" without a usable key) brought so many forged headers; they are dropped (F23)."""

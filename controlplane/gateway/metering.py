@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -84,7 +84,7 @@ class _Estimate(msgspec.Struct, frozen=True, kw_only=True):
     least: Use
     counted: bool
 
-    def hides(self, limits: Sequence[Limit]) -> bool:
+    def hides(self, limits: tuple[Limit, ...]) -> bool:
         """Whether the bound alone cannot tell if a prompt is longer than one may be."""
         amounts = [
             amount
@@ -192,7 +192,7 @@ class Meter:
         context = self._fleet.context(request.model, self._assumed_context)
         return request.size.input_tokens(context), request.size.output_tokens(context)
 
-    def _worst(self, request: InferenceBody, read: int, limits: Sequence[Limit], tenant: TenantLimits) -> Use:
+    def _worst(self, request: InferenceBody, read: int, limits: tuple[Limit, ...], tenant: TenantLimits) -> Use:
         """What the request may use at worst when its prompts have `read` tokens."""
         written = request.size.output_tokens(self._fleet.context(request.model, self._assumed_context))
         price = 0
@@ -204,7 +204,7 @@ class Meter:
     async def _counted(
         self,
         request: InferenceBody,
-        limits: Sequence[Limit],
+        limits: tuple[Limit, ...],
         tenant: TenantLimits,
         estimate: _Estimate,
         count: Count,
@@ -220,7 +220,7 @@ class Meter:
         self,
         grant: KeyGrant,
         request: InferenceBody,
-        limits: Sequence[Limit],
+        limits: tuple[Limit, ...],
         tenant: TenantLimits,
         estimate: _Estimate,
     ) -> Held | _Blocked:
@@ -247,7 +247,7 @@ class Meter:
         )
 
     async def _acquire(
-        self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use
+        self, grant: KeyGrant, limits: tuple[Limit, ...], tenant: TenantLimits, worst: Use
     ) -> Granted | Refused:
         """A raise that ends before the wait is over does not count: what is said to pass then must
         pass under the limits of then (F11).
@@ -263,17 +263,19 @@ class Meter:
             wait_s = longer_s
         return outcome
 
-    def _falls(self, limits: Sequence[Limit], wait_s: float) -> bool:
+    def _falls(self, limits: tuple[Limit, ...], wait_s: float) -> bool:
         now = self._wall()
         return any(falls(limit, now, now + wait_s) for limit in limits)
 
     async def _ask(
-        self, grant: KeyGrant, limits: Sequence[Limit], tenant: TenantLimits, worst: Use, wait_s: float
+        self, grant: KeyGrant, limits: tuple[Limit, ...], tenant: TenantLimits, worst: Use, wait_s: float
     ) -> Granted | Refused:
         """A lease within the limits of now and of `wait_s` later. Raises CapacityError (503)."""
 
         def charges_at(at: float | None) -> tuple[Charge, ...]:
             now = self._wall() if at is None else at
+            if not wait_s:
+                return tenant.charges(limits, worst, now)
             return charges_for(
                 grant.tenant_id, limits, worst, tenant.windows(now), lambda limit: lasting(limit, now, now + wait_s)
             )
@@ -284,7 +286,7 @@ class Meter:
                 return await self._sum(grant, limit, counter)
 
         try:
-            outcome = await self._warmer.acquire(grant.tenant_id, os.urandom(16).hex(), charges_at, summed)
+            outcome = await self._warmer.acquire(grant.tenant_id, f"{random.getrandbits(128):032x}", charges_at, summed)
         except TidegateError:
             raise
         except Exception as error:

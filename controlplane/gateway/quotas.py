@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
 
-from controlplane.admission.charges import Windows
+import msgspec
+
+from controlplane.admission.charges import Charge, Use, Windows, charges_for
 from controlplane.gateway.cache import PolicyCache
 from controlplane.gateway.errors import capacity as out_of_capacity
 from controlplane.gateway.policy import PolicyChange
 from controlplane.quotas import windows
-from controlplane.quotas.limits import LimitIndex
+from controlplane.quotas.limits import LimitIndex, effective, next_change
 from controlplane.quotas.schemas import Limit, TenantQuotas
 from controlplane.tenants.schemas import KeyGrant
 
@@ -27,16 +30,27 @@ MOST_FOUND = 1024
 LoadQuotas = Callable[[str], Awaitable[TenantQuotas | None]]
 
 
+class _Charges(NamedTuple):
+    """The charges of `limits` without amounts, as they are from `since` until before `until`, Unix seconds."""
+
+    limits: tuple[Limit, ...]
+    since: float
+    until: float
+    charges: tuple[Charge, ...]
+
+
 class TenantLimits:
     """One tenant's quotas, ready to be asked for one request."""
 
-    __slots__ = ("_by_id", "_found", "_index", "_windows", "_windows_end", "_windows_start", "quotas")
+    __slots__ = ("_by_id", "_charges", "_found", "_index", "_windows", "_windows_end", "_windows_start", "quotas")
 
     def __init__(self, quotas: TenantQuotas) -> None:
         self.quotas = quotas
         self._index = LimitIndex(quotas)
         self._by_id = {limit.quota_id: limit for limit in quotas.limits}
         self._found: dict[tuple[str, str, str], tuple[Limit, ...]] = {}
+        self._charges: dict[int, _Charges] = {}
+        """By the identity of a tuple of limits, which each entry keeps alive."""
         self._windows: Windows | None = None
         self._windows_start = self._windows_end = 0
 
@@ -52,10 +66,25 @@ class TenantLimits:
         if found is None:
             if len(self._found) >= MOST_FOUND:
                 self._found.clear()
+                self._charges.clear()
             found = self._found[name] = self._index.limits_for(
                 project_id=grant.project_id, identity=grant.identity, model=model
             )
         return found
+
+    def charges(self, limits: tuple[Limit, ...], use: Use, at: float) -> tuple[Charge, ...]:
+        """What a request of these limits (of `limits_for`) takes at `at`, Unix seconds. What does not depend on the
+        request is kept until a window or a raise begins or ends.
+        """
+        known = self._charges.get(id(limits))
+        if known is None or known.limits is not limits or not known.since <= at < known.until:
+            found = charges_for(
+                self.quotas.tenant_id, limits, use, self.windows(at), lambda limit: effective(limit, at)
+            )
+            edge = next_change(limits, at)
+            until = self._windows_end if edge is None else min(self._windows_end, edge)
+            known = self._charges[id(limits)] = _Charges(limits, at, until, found)
+        return tuple([msgspec.structs.replace(one, amount=use.units(one.kind)) for one in known.charges])
 
     def limit(self, quota_id: str) -> Limit:
         """The limit of this id. Raises KeyError."""

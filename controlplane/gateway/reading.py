@@ -6,7 +6,7 @@ in-stream errors, and tells which event must not reach the client: the usage chu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from controlplane.gateway.chunks import Choice, Chunk, ErrorDetail, Usage, read_chunk, read_error
 from controlplane.gateway.sse import Event
@@ -32,8 +32,13 @@ class ResponseReading:
         self.done = False
         """The `[DONE]` event was seen."""
 
-    def read_events(self, events: Iterable[Event], now: float) -> bytes:
+    def read_events(self, events: Sequence[Event], now: float) -> bytes:
         """Read what one network read completed at `now`; returns the bytes to relay."""
+        if len(events) == 1:
+            return self._read_one(events[0], now)
+        return self._read_many(events, now)
+
+    def _read_many(self, events: Sequence[Event], now: float) -> bytes:
         kept: list[bytes] = []
         arrived: dict[int, int] = {}
         visible = False
@@ -55,6 +60,26 @@ class ResponseReading:
         for index, count in arrived.items():
             self.times.arrive(now, index, count, visible=visible)
         return kept[0] if len(kept) == 1 else b"".join(kept)
+
+    def _read_one(self, event: Event, now: float) -> bytes:
+        """The same for a single event, as most reads bring."""
+        raw, data = event
+        chunk = self._chunk(data) if data is not None else None
+        if chunk is None:
+            return raw
+        choices = chunk.choices
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+            if not choices and self.hide_usage:
+                return b""
+        if not choices:
+            return raw
+        if len(choices) == 1:
+            tokens, shown = self._read_choice(choices[0], now)
+            if tokens:
+                self.times.arrive(now, choices[0].index, tokens, visible=shown)
+            return raw
+        return self._read_many((event,), now)
 
     def _chunk(self, data: bytes) -> Chunk | None:
         """The chunk in an event's data, or None when it is the end mark or nothing to read."""

@@ -11,17 +11,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
 from litestar.types import Send
 
 from controlplane.errors import InvalidRequestError, TidegateError, UpstreamError
 from controlplane.gateway.asgi import JSON_TYPE, Headers, respond, send_head, send_part
 from controlplane.gateway.chunks import ErrorDetail, read_error
 from controlplane.gateway.errors import capacity, error_body, error_event
+from controlplane.gateway.http_client import HttpError, Response
 from controlplane.gateway.reading import ResponseReading
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.sse import EventStream
-from controlplane.gateway.upstream import CLIENT_ERRORS, Cause, UpstreamFailure, failure_of
+from controlplane.gateway.upstream import Cause, UpstreamFailure, failure_of
 from controlplane.layers import Layer
 from dataplane.protocol import HEADER_REQUEST
 
@@ -78,9 +78,9 @@ class Relay:
         self.started = False
         """Whether the client has been sent anything."""
 
-    async def relay(self, response: aiohttp.ClientResponse) -> None:
+    async def relay(self, response: Response) -> None:
         """The whole answer. Raises UpstreamFailure or UpstreamError only while `started` is False."""
-        if response.status == 200 and response.content_type == "text/event-stream":
+        if response.status == 200 and response.content_type == b"text/event-stream":
             await self._stream(response)
         else:
             await self._whole(response)
@@ -108,11 +108,11 @@ class Relay:
                 record.tpot_s = reading.times.tpot(record.output_tokens)
                 record.itl = reading.times.itl(record.output_tokens)
 
-    async def _stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _stream(self, response: Response) -> None:
         record, reading, send = self._record, self.reading, self._send
         record.stream = True
         headers: Headers = [
-            (b"content-type", response.headers.get("content-type", "text/event-stream").encode()),
+            (b"content-type", response.headers[b"content-type"]),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             (HEADER_REQUEST.encode(), record.request_id.encode()),
@@ -121,18 +121,17 @@ class Relay:
         await send_head(send, 200, headers)
         self.started = True
         events = EventStream()
-        content = response.content
         waiting = True
         try:
-            while data := await content.readany():
+            while data := await response.read():
                 part = reading.read_events(events.feed(data), time.monotonic())
                 if part:
-                    await send_part(send, part, more=True)
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
                 if waiting and reading.times.first is not None:
                     waiting = reading.times.first_visible is None
                     record.ttft_s, record.ttft_visible_s = reading.times.ttft, reading.times.ttft_visible
                     self._on_first(record)
-        except CLIENT_ERRORS as error:
+        except HttpError as error:
             await self._broken(failure_of(error), events)
             return
         rest = reading.read_events(events.finish(), time.monotonic())
@@ -154,7 +153,7 @@ class Relay:
         error = UpstreamError("The replica stopped before the answer was complete.", code=failure.cause.value)
         await self.interrupt(failure, error, mid_event=events.mid_event)
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> None:
+    async def _whole(self, response: Response) -> None:
         body = await self._read(response)
         status = response.status
         if 200 <= status < 300:
@@ -170,7 +169,7 @@ class Relay:
         else:
             await self._refusal(status, body, response)
 
-    async def _refusal(self, status: int, body: bytes, response: aiohttp.ClientResponse) -> None:
+    async def _refusal(self, status: int, body: bytes, response: Response) -> None:
         """4xx: the replica's own words when they are an OpenAI error, else ours with its status."""
         detail = read_error(body)
         code = detail.code if detail else None
@@ -180,7 +179,7 @@ class Relay:
         self.started = True
         await self._answer(status, body, response)
 
-    async def _server_error(self, status: int, body: bytes, response: aiohttp.ClientResponse) -> None:
+    async def _server_error(self, status: int, body: bytes, response: Response) -> None:
         """5xx: relayed when it is an OpenAI error; 503 says when to come back."""
         if read_error(body) is None:
             raise UpstreamFailure(Cause.ERROR)
@@ -193,28 +192,26 @@ class Relay:
             self._record.conclude(Outcome.FAILED, Cause.ERROR.value, status)
             await self._answer(status, body, response)
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: Response) -> bytes:
         parts: list[bytes] = []
         size = 0
         try:
-            while data := await response.content.readany():
+            while data := await response.read():
                 size += len(data)
                 if size > MAX_BODY_BYTES:
                     raise UpstreamFailure(Cause.PROTOCOL)
                 parts.append(data)
-        except CLIENT_ERRORS as error:
+        except HttpError as error:
             failure = failure_of(error)  # the replica has done the work: not one to send again
             raise UpstreamFailure(Cause.TRUNCATED) if failure.cause is Cause.RESET else failure from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _answer(
-        self, status: int, body: bytes, response: aiohttp.ClientResponse, refusal: TidegateError | None = None
-    ) -> None:
+    async def _answer(self, status: int, body: bytes, response: Response, refusal: TidegateError | None = None) -> None:
         """Send `body` unchanged, with the headers of `refusal` where the replica has none of its own."""
         named = dict(refusal.headers) if refusal else {}
-        retry_after = response.headers.get("retry-after", "")
+        retry_after = response.headers.get(b"retry-after", b"")
         if retry_after.isdigit():
-            named["retry-after"] = retry_after
+            named["retry-after"] = retry_after.decode()
         headers: Headers = [JSON_TYPE, (HEADER_REQUEST.encode(), self._record.request_id.encode())]
         headers += [(name.encode(), value.encode()) for name, value in named.items()]
         headers += self._headers

@@ -21,6 +21,7 @@ from controlplane.admission.leases import Leases
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.quotas.schemas import Away, Limit
 from controlplane.redis_client import create_redis
+from controlplane.redis_pipe import ScriptPipe
 from controlplane.settings import Secret
 from tests.controlplane.admission.leasing import CONCURRENT, MONTHLY, RPM, TENANT, TPM, World, limit, windows_at
 from tests.services import free_port, service_folder
@@ -78,13 +79,13 @@ def store() -> Iterator[Stoppable]:
 
 @asynccontextmanager
 async def a_gateway(url: str, **options: Any) -> AsyncIterator[Leases]:
-    redis = create_redis(Secret(url))
-    leases = Leases(redis, **{"deadline_s": DEADLINE_S, **options})
+    pipe = ScriptPipe(Secret(url))
+    leases = Leases(pipe, **{"deadline_s": DEADLINE_S, **options})
     try:
         yield leases
     finally:
         await leases.close()
-        await redis.aclose()
+        await pipe.close()
 
 
 async def ask(leases: Leases, limits: list[Limit], lease_id: str, use: Use | None = None) -> Any:

@@ -35,6 +35,7 @@ from controlplane.gateway.usage import UsageLog
 from controlplane.ledger.spool import BEGINNING
 from controlplane.quotas.schemas import Limit, Price, TenantQuotas
 from controlplane.redis_client import create_redis
+from controlplane.redis_pipe import ScriptPipe
 from controlplane.settings import Settings
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
@@ -204,7 +205,8 @@ async def running_gateway(
     await directory.refresh()
     quotas = QuotaDirectory(policy.load_quotas)
     redis = create_redis(settings.redis_url)
-    leases = leases or Leases(redis, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
+    pipe = ScriptPipe(settings.redis_url)
+    leases = leases or Leases(pipe, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
     renewing = asyncio.create_task(leases.run())
     if listening:
         keys.on_listening()
@@ -253,6 +255,7 @@ async def running_gateway(
         await asyncio.gather(renewing, return_exceptions=True)
         await usage.close()
         await leases.close()
+        await pipe.close()
         await redis.aclose()
         await quotas.close()
         await keys.close()
@@ -291,7 +294,7 @@ def own_tasks() -> set[str]:
 def upstream_connections(served: Running) -> int:
     """Connections to replicas that are in use."""
     assert served.gateway._upstream is not None
-    return len(served.gateway._upstream._session.connector._acquired)  # type: ignore[union-attr]
+    return served.gateway._upstream.in_use
 
 
 async def assert_nothing_left(served: Running) -> None:

@@ -46,6 +46,28 @@ async def test_a_client_that_leaves_before_the_first_byte_frees_the_replica_at_o
         await assert_nothing_left(served)
 
 
+async def test_f12_a_client_that_left_before_anybody_asked_is_noticed(
+    offline_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.gateway.departure.ASK_AFTER_S", 0.3)
+    body = json.dumps(CHAT).encode()
+    async with (
+        fake_replica(replicas.hang) as replica,
+        running_gateway(offline_settings, route(replica, "r0")) as served,
+    ):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
+        writer.write(head_of(served, len(body)) + body)
+        async with asyncio.timeout(10):
+            while not replica.seen:
+                await asyncio.sleep(0.005)
+        writer.close()
+        async with asyncio.timeout(10):
+            await replica.left.wait()
+        await served.settled(1)
+        assert served.total().cancelled == 1
+        await assert_nothing_left(served)
+
+
 async def test_a_client_that_leaves_a_stream_frees_the_replica_at_once(offline_settings: Settings) -> None:
     async with (
         fake_replica(replicas.stream_forever) as replica,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controlplane.egress import EgressPolicy, TargetRefusedError, parse_networks
+from controlplane.egress import EgressPolicy, TargetRefusedError, parse_networks, parse_target
 from controlplane.fleet.addresses import FRESH_S, ReplicaAddresses
-from controlplane.gateway.guarded import AddressRefusedError, GuardedResolver
+from controlplane.gateway.guarded import AddressRefusedError, GuardedAddresses
 from controlplane.gateway.upstream import Cause
 from controlplane.settings import Settings
 from tests.controlplane.gateway import replicas
@@ -34,7 +34,7 @@ class Names:
 def _ask(served: Running, names: Names) -> None:
     """Let the gateway's connections ask `names`."""
     assert served.gateway._upstream is not None
-    served.gateway._upstream._session.connector._resolver._resolve = names  # type: ignore[union-attr]
+    served.gateway._upstream._pool._addresses._resolve = names
 
 
 LOCAL = EgressPolicy(parse_networks("127.0.0.0/8"))
@@ -42,11 +42,11 @@ LOCAL = EgressPolicy(parse_networks("127.0.0.0/8"))
 
 async def test_f34_the_address_that_was_judged_is_the_one_connected_to() -> None:
     names = Names("127.0.0.1", METADATA)
-    resolver = GuardedResolver(LOCAL, resolve=names)
-    (found,) = await resolver.resolve("rebinding.example", 80)
-    assert (found["host"], found["hostname"], found["port"]) == ("127.0.0.1", "rebinding.example", 80)
+    addresses = GuardedAddresses(LOCAL, resolve=names)
+    target = parse_target("http://rebinding.example:80")
+    assert await addresses.of(target) == ("127.0.0.1",)
     with pytest.raises(AddressRefusedError, match="link-local"):
-        await resolver.resolve("rebinding.example", 80)
+        await addresses.of(target)
     assert len(names.asked) == 2, "each connection asks once, and uses what it was told"
 
 

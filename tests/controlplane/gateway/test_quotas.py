@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.admission.charges import Use, charges_for
 from controlplane.errors import CapacityError
 from controlplane.fleet.schemas import FleetView
 from controlplane.gateway import cache, quotas
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.policy import PolicyChange
-from controlplane.gateway.quotas import QuotaDirectory
+from controlplane.gateway.quotas import QuotaDirectory, TenantLimits
 from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
-from controlplane.quotas.schemas import Limit, Price, QuotaKind, QuotaLevel, TenantQuotas
+from controlplane.quotas.limits import effective
+from controlplane.quotas.schemas import Limit, Price, QuotaKind, QuotaLevel, Raise, TenantQuotas
 from controlplane.settings import Secret
 from controlplane.tenants.schemas import KeyGrant
 
@@ -225,3 +227,22 @@ def grant() -> KeyGrant:
         revoked=False,
         tenant_active=True,
     )
+
+
+def test_charges_that_are_kept_are_those_that_are_computed_across_windows_and_raises() -> None:
+    day = 86_400
+    at = 20_000 * day + day / 2
+    raises = (Raise(amount=7, starts_at=at + 10, expires_at=at + 20),)
+    kinds = (QuotaKind.TOKENS_PER_DAY, QuotaKind.REQUESTS_PER_MINUTE, QuotaKind.TOKENS_PER_MONTH)
+    found = tuple(
+        Limit(quota_id=kind, level=QuotaLevel.TENANT, scope_id="t", model="", kind=kind, hard=100, raises=raises)
+        for kind in kinds
+    )
+    tenant = TenantLimits(TenantQuotas(tenant_id="t", tenant="t", time_zone="UTC", limits=found, prices=(), epoch=1))
+    seen = set()
+    for moment in (at, at + 9.9, at + 10, at + 19.9, at + 20, at + day, at + 40 * day, at + 15, at):
+        for use in (Use(input=3, output=4), Use(input=1000)):
+            fresh = charges_for("t", found, use, tenant.windows(moment), lambda one, now=moment: effective(one, now))  # type: ignore[misc]  # bound now
+            assert tenant.charges(found, use, moment) == fresh
+            seen.add((fresh[0].hard, fresh[0].window))
+    assert len(seen) == 4
