@@ -89,6 +89,8 @@ _AWAY = (
     TryAgainError,
     OSError,
 )
+_TAKES_NOTHING = ("NOREPLICAS", "MISCONF", "BUSY")
+"""How a store refuses that takes no writes now: too few replicas, a disk that is full, a script that does not end."""
 
 
 class _Silence(enum.Enum):
@@ -331,15 +333,23 @@ class Leases:
             async with Patience(self._deadline_s):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
         except _AWAY:
-            self.tally.not_answered += 1
-            self._circuit.failed()
-            return _Silence.NOT_ANSWERED
+            return self._unanswered()
+        except ResponseError as error:
+            if str(error).startswith(_TAKES_NOTHING):
+                return self._unanswered()
+            self._circuit.abandoned()
+            raise
         except BaseException:
             self._circuit.abandoned()
             raise
         answer = wire.decode(packed)
         self._heard(tenant_id, answer)
         return answer
+
+    def _unanswered(self) -> _Silence:
+        self.tally.not_answered += 1
+        self._circuit.failed()
+        return _Silence.NOT_ANSWERED
 
     def _heard(self, tenant_id: str, answer: list[Any]) -> None:
         """The store answered: it is back, or it is another one than before, and what it does not know it is told."""
