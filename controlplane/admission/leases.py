@@ -542,8 +542,11 @@ class Leases:
             leases = [one for one in self._held.values() if one.tenant_id == tenant_id and one.taken_at > oldest]
             for lease in leases:
                 self._local.renew(lease.lease_id, lease.ttl_s)
-            if leases and isinstance(await self.reassert(leases), Unavailable):
-                return
+            try:
+                if leases and isinstance(await self.reassert(leases), Unavailable):
+                    return
+            except ResponseError:  # one tenant's trouble ends neither the others' leases nor the heartbeat
+                logger.exception("the store cannot renew a tenant's leases")
 
 
 def _merged(held: Sequence[Charge], more: Sequence[Charge]) -> tuple[Charge, ...]:

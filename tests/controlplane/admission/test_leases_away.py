@@ -124,6 +124,18 @@ async def test_f14_what_a_store_that_takes_no_writes_was_not_told_is_told_later(
         assert await used(leases, limits) == [0]
 
 
+async def test_f12_trouble_with_one_tenants_keys_ends_no_heartbeat(redis: Redis) -> None:
+    world = await World(redis).start()
+    limits = [limit(CONCURRENT, 1)]
+    await world.granted(limits, Use(), ttl_s=30)
+    await world.leases.acquire("other", "theirs", charges_for("other", limits, Use(), windows_at(world.now)), ttl_s=30)
+    await redis.set("tidegate:{other}:leases", "not a hash")
+    for _ in range(4):
+        await world.advance(20)
+        await world.leases.beat()
+    assert await world.used(*limits) == [1]
+
+
 @pytest.mark.parametrize("how", ["stopped", "killed", "refusing"])
 async def test_f14_each_limit_does_what_it_declares_by_the_deadline(store: Stoppable, how: str) -> None:
     closed, local = limit(RPM, 100), limit(RPM, 100, away=Away.LOCAL, local=3)
