@@ -92,6 +92,8 @@ _AWAY = (
     TryAgainError,
     OSError,
 )
+_TAKES_NOTHING = ("NOREPLICAS", "MISCONF", "BUSY")
+"""How a store refuses that takes no writes now: too few replicas, a disk that is full, a script that does not end."""
 
 
 class _Silence(enum.Enum):
@@ -339,15 +341,23 @@ class Leases:
             async with Patience(self._deadline_s):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
         except _AWAY:
-            self.tally.not_answered += 1
-            self._circuit.failed()
-            return _Silence.NOT_ANSWERED
+            return self._unanswered()
+        except ResponseError as error:
+            if str(error).startswith(_TAKES_NOTHING):
+                return self._unanswered()
+            self._circuit.abandoned()
+            raise
         except BaseException:
             self._circuit.abandoned()
             raise
         answer = wire.decode(packed)
         self._heard(tenant_id, answer)
         return answer
+
+    def _unanswered(self) -> _Silence:
+        self.tally.not_answered += 1
+        self._circuit.failed()
+        return _Silence.NOT_ANSWERED
 
     def _heard(self, tenant_id: str, answer: list[Any]) -> None:
         """The store answered: it is back, or it is another one than before, and what it does not know it is told."""
@@ -540,8 +550,11 @@ class Leases:
             leases = [one for one in self._held.values() if one.tenant_id == tenant_id and one.taken_at > oldest]
             for lease in leases:
                 self._local.renew(lease.lease_id, lease.ttl_s)
-            if leases and isinstance(await self.reassert(leases), Unavailable):
-                return
+            try:
+                if leases and isinstance(await self.reassert(leases), Unavailable):
+                    return
+            except ResponseError:  # one tenant's trouble ends neither the others' leases nor the heartbeat
+                logger.exception("the store cannot renew a tenant's leases")
 
 
 def _merged(held: Sequence[Charge], more: Sequence[Charge]) -> tuple[Charge, ...]:

@@ -130,7 +130,7 @@ class LocalCounters:
             taken.expires = self._monotonic() + ttl_s
             for part in taken.parts:
                 if part.charge.counter is Counter.HELD:
-                    self._counters[part.charge.key].held[lease_id] = taken.expires
+                    self._counters.setdefault(part.charge.key, _Counter()).held[lease_id] = taken.expires
 
     def _room(self, charges: Iterable[Charge], now: float) -> bool:
         """Whether every counter exists or can be made. What is idle or expired makes room first."""

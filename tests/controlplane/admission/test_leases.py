@@ -20,7 +20,7 @@ from controlplane.admission.answers import (
     Settled,
     ratelimit_headers,
 )
-from controlplane.admission.charges import NOTHING, Use
+from controlplane.admission.charges import NOTHING, Use, Windows, charges_for
 from controlplane.quotas.schemas import QuotaKind
 from tests.controlplane.admission.leasing import (
     CONCURRENT,
@@ -439,3 +439,21 @@ async def test_a_lease_that_outlives_its_window_is_settled_where_it_was_charged(
     assert await world.used(*limits) == [0]
     counter = await world.redis.hget(yesterday[0].key, str(yesterday[0].window[0]))
     assert counter == b"300"
+
+
+async def test_f9_a_day_of_a_zone_that_comes_back_is_summed_anew(world: World) -> None:
+    limits = [limit(DAILY, 1000)]
+    await world.hydrate(limits)
+    first = await world.granted(limits, tokens(100))
+    await world.leases.settle(first.lease, tokens(100))
+    here = windows_at(world.now)
+    east = Windows(day=(here.day[0] - 21_600, here.day[1] - 21_600, here.day[2] - 21_600), month=here.month)
+    charges = charges_for(TENANT, limits, tokens(50), east)
+    elsewhere = await world.leases.acquire(TENANT, "elsewhere", charges)
+    assert isinstance(elsewhere, Cold)
+    await world.leases.hydrate(TENANT, elsewhere.counters[0], 100, complete_until=world.now)
+    assert isinstance(await world.leases.acquire(TENANT, "elsewhere", charges), Granted)
+    back = await world.acquire(limits, tokens(1))
+    assert isinstance(back, Cold)
+    await world.leases.hydrate(TENANT, back.counters[0], 150, complete_until=world.now)
+    assert await world.used(*limits) == [150]

@@ -107,13 +107,46 @@ async def used(leases: Leases, limits: list[Limit]) -> list[int]:
     return [one.used for one in found]
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+async def refuse_writes(store: Stoppable, refused: bool) -> None:
+    """As with too few replicas, or a disk that is full."""
+    async with Redis.from_url(store.url) as operator:
+        await operator.config_set("min-replicas-to-write", int(refused))
+
+
+async def test_f14_what_a_store_that_takes_no_writes_was_not_told_is_told_later(store: Stoppable) -> None:
+    limits = [limit(CONCURRENT, 2)]
+    async with a_gateway(store.url) as leases:
+        held = await ask(leases, limits, "held")
+        await refuse_writes(store, True)
+        assert await leases.settle(held.lease, Use()) == Settled(deferred=True)
+        await leases.beat()
+        await refuse_writes(store, False)
+        await heal(leases)
+        assert await used(leases, limits) == [0]
+
+
+async def test_f12_trouble_with_one_tenants_keys_ends_no_heartbeat(redis: Redis) -> None:
+    world = await World(redis).start()
+    limits = [limit(CONCURRENT, 1)]
+    await world.granted(limits, Use(), ttl_s=30)
+    await world.leases.acquire("other", "theirs", charges_for("other", limits, Use(), windows_at(world.now)), ttl_s=30)
+    await redis.set("tidegate:{other}:leases", "not a hash")
+    for _ in range(4):
+        await world.advance(20)
+        await world.leases.beat()
+    assert await world.used(*limits) == [1]
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "refusing"])
 async def test_f14_each_limit_does_what_it_declares_by_the_deadline(store: Stoppable, how: str) -> None:
     closed, local = limit(RPM, 100), limit(RPM, 100, away=Away.LOCAL, local=3)
     opened, warning = limit(RPM, 1, away=Away.OPEN), limit(TPM, None, soft=1)
     async with a_gateway(store.url) as leases:
         assert isinstance(await ask(leases, [closed], "before"), Granted)
-        store.stop() if how == "stopped" else store.kill()
+        if how == "refusing":
+            await refuse_writes(store, True)
+        else:
+            store.stop() if how == "stopped" else store.kill()
         waits, outcomes = [], []
         for number, limits in enumerate([[closed], [closed, opened], [warning], [opened], *[[local]] * 4]):
             began = time.monotonic()

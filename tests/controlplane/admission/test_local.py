@@ -105,3 +105,15 @@ def test_counters_are_bounded_and_idle_ones_make_room(process: Process, monkeypa
     assert len(process.counters.take("b", charges[3:], 5.0)) == 1
     process.now += 61
     assert process.counters.take("b", charges[3:], 5.0) == ()
+
+
+def test_a_lease_that_is_renewed_after_its_counter_made_room_holds_its_slot_again(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MOST_COUNTERS", 1)
+    lease = process.take(Use(), concurrent_requests=1, ttl_s=5.0)
+    assert lease is not None
+    process.now += 6.0
+    assert process.take(Use(), requests_per_minute=1) is not None
+    process.counters.renew(lease, 5.0)
+    assert process.used(concurrent_requests=1) == [1]

@@ -457,24 +457,21 @@ async def test_f12_clients_that_leave_at_random_moments_leave_no_lease(
         fake_replica(short) as brief,
         running_gateway(own, route(endless, "endless"), route(brief, "brief"), limits=(held, minute)) as served,
     ):
-        tally = served.gateway.meter.leases.tally
-        endless.behave = short
-        started = time.monotonic()
-        await asyncio.gather(*(answer_of(served, ASK_STREAM) for _ in range(40)))
-        patience = 3 * (time.monotonic() - started)  # of this machine, now
-        endless.behave, warm = replicas.stream_forever, tally.granted
+        longest, tally = 0.15, served.gateway.meter.leases.tally
 
         async def visit(number: int) -> None:
-            async with asyncio.timeout(rng.uniform(0.001, patience)):
+            async with asyncio.timeout(rng.uniform(0.001, longest)):
                 headers = {"connection": "close"} if number % 2 else {}
                 async with served.post(rng.choice([ASK, ASK_STREAM]), headers=headers) as response:
                     await response.content.read()
 
         for start in range(0, requests, 40):
             await asyncio.gather(*(visit(i) for i in range(start, start + 40)), return_exceptions=True)
+            if tally.granted <= (start + 40) / 4 and longest < 5.0:
+                longest *= 2  # on a busy machine hardly any came as far as a lease
         await all_settled(served)
         await assert_nothing_left(served)
-        assert tally.granted - warm > requests / 4
+        assert tally.granted > requests / 4
         assert await used(served, held) == 0
         assert await redis.keys("*:concurrent_requests:") == []
 
