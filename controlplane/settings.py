@@ -120,6 +120,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a lease outlives a gateway that died; those of requests in flight are renewed."""
     assumed_context: Tokens = 8192
     """Longest context of models whose replicas have not told theirs: bounds the output of a request without a limit."""
+    assumed_slots: Requests = 256
+    """Requests that a replica holds at once where neither it nor its pool's setting tells."""
+    long_prompt: Tokens = 4096
+    """Prompts of which so many tokens must be computed wait in a lane of their own."""
+    queue_short: Requests = 256
+    """Requests for one model that wait in one gateway; more shed or are refused with 503."""
+    queue_long: Requests = 32
+    """The same for long prompts."""
+    queue_tenant: Requests = 128
+    """The most of either that are one tenant's."""
+    queue_wait_s: Seconds = 60.0
+    """Longest wait of a request for its turn."""
     log_level: LogLevel = "INFO"
 
     @classmethod

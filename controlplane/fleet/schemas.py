@@ -11,16 +11,22 @@ LOAD_CHANNEL = "tidegate:load"
 
 
 class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool serves one model name to tenants; `backend` is an adapter's name (`native`)."""
+    """A pool serves one model name to tenants; `backend` is an adapter's name (`native`). `replica_slots` and
+    `replica_tokens` are what an operator says a replica holds, requests and KV tokens; 0 leaves it to the replica.
+    """
 
     name: str
     model: str
     backend: str
     created_at: float
+    replica_slots: int = 0
+    replica_tokens: int = 0
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """`context` is the most tokens of a prompt and its answer together, 0 when the replica has not told."""
+    """`context` is the most tokens of a prompt and its answer together, 0 when the replica has not told; the
+    same holds for `slots`, the requests that it holds at once, and `tokens`, its KV cache.
+    """
 
     replica: str
     pool: str
@@ -28,6 +34,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
     state: ReplicaState
     boot_epoch: int
     context: int = 0
+    slots: int = 0
+    tokens: int = 0
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +56,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     blocks_free: int
     blocks_total: int
+    credits: int = 0
+    """Requests that it says it holds at once, 0 when it does not."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

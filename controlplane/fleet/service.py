@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from controlplane.admission.dispatch import credit_of
 from controlplane.errors import InvalidRequestError, NotFoundError
 from controlplane.fleet import repository
 from controlplane.fleet.live import LiveGauges, LiveLoad, read_gauges
@@ -21,7 +22,7 @@ from controlplane.fleet.registration import EventKind, ReplicaEventDraft, Replic
 from controlplane.fleet.repository import ReplicaTimes
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute, ReplicaView
 from controlplane.tenants import service as tenants
-from dataplane.protocol import Command, ReplicaState, Report
+from dataplane.protocol import Command, CoreReady, Gauges, ReplicaState, Report
 
 POOL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 BACKENDS = ("native",)
@@ -42,11 +43,19 @@ async def load_fleet(session: AsyncSession) -> FleetView:
                 url=facts.url,
                 state=facts.state,
                 boot_epoch=facts.boot_epoch,
-                context=facts.ready.max_model_len if facts.ready is not None else 0,
+                **_size(facts.ready),
             )
             for facts, _ in rows
         ],
     )
+
+
+def _size(ready: CoreReady | None) -> dict[str, int]:
+    """What a replica holds, as it told when it had loaded."""
+    credit = credit_of(ready, Gauges())
+    if ready is None or credit is None:
+        return {}
+    return {"context": ready.max_model_len, "slots": credit.slots, "tokens": credit.tokens}
 
 
 async def list_pools(session: AsyncSession) -> list[PoolRoute]:

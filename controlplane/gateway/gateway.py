@@ -18,6 +18,7 @@ import aiohttp
 
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
@@ -53,6 +54,7 @@ class Gateway:
         recorder: Recorder,
         request_log: RequestLog,
         metrics: GatewayMetrics,
+        dispatch: Dispatch,
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
@@ -63,6 +65,7 @@ class Gateway:
         self.recorder = recorder
         self.request_log = request_log
         self.metrics = metrics
+        self.dispatch = dispatch
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._upstream: Upstream | None = None
@@ -79,7 +82,8 @@ class Gateway:
         self._upstream = Upstream(self.settings)
 
     async def close(self) -> None:
-        """Close the connections to replicas."""
+        """Close the connections to replicas and leave the lines."""
+        await self.dispatch.close()
         if self._upstream is not None:
             await self._upstream.close()
 
@@ -127,6 +131,7 @@ class Gateway:
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """Take no more requests, let the running ones finish within `grace_s`, then cut them."""
         self.draining = True
+        self.dispatch.refuse_waiting()
         if self._in_flight:
             logger.info("Shutting down: %d requests may finish within %.0f s", self._in_flight, grace_s)
         try:

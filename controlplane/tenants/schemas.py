@@ -144,6 +144,8 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     scopes: tuple[str, ...] = DEFAULT_SCOPES
     project_active: bool = True
     principal_active: bool = True
+    weight: float = 1.0
+    """The tenant's share of a busy pool, relative to others'."""
 
 
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,6 +102,7 @@ def key_grant(key: ApiKey, project: Project, tenant: Tenant, principal: Principa
         scopes=scopes_now(key, principal),
         project_active=project.active,
         principal_active=principal is None or principal.active,
+        weight=tenant.weight,
     )
 
 
