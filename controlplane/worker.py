@@ -36,7 +36,7 @@ from controlplane.telemetry.taskstats import TaskStats
 
 log = logging.getLogger("tidegate.worker")
 
-DOMAINS = ("telemetry", "ledger")
+DOMAINS = ("telemetry", "ledger", "admission")
 """Domains with a `tasks` module."""
 QUEUE = "tidegate"
 VISIBILITY_TIMEOUT_S = 60
@@ -55,6 +55,7 @@ class JobContext:
     """What one run of a job works with. `holder` names this run in claims."""
 
     session: AsyncSession
+    redis: Redis
     now: float
     holder: str
     publish: Callable[..., None]
@@ -169,7 +170,7 @@ class JobTask(Task):  # type: ignore[misc]  # Celery has no types
                 after_commit(session, send)
 
             holder = f"{socket.gethostname()}:{os.getpid()}:{self.request.id}"
-            await self.job.service(JobContext(session, time.time(), holder, publish), *args)
+            await self.job.service(JobContext(session, runtime.redis, time.time(), holder, publish), *args)
 
     def _failed(self, runtime: Runtime, error: Exception, began: float, context: dict[str, Any]) -> None:
         again = self.job.every_s is None and self.request.retries < MOST_RETRIES

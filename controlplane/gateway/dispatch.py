@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import time
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ from controlplane.settings import Settings
 from controlplane.slo.schemas import Slo, slo_for
 from controlplane.tenants.schemas import KeyGrant
 
+PLAN_FRESH_S = 60.0
+"""An older plan's weights count no more."""
 MOST_OBJECTIVES = 4096
 """Combinations of tenant, pool and class whose objective is kept at hand."""
 
@@ -96,10 +99,9 @@ class Dispatch:
         """Wait until `request` may go to a replica. Raises CapacityError (503)."""
         line = self.line(request.model)
         context = self._fleet.context(request.model, self._settings.assumed_context)
-        weights = self._weights.get(line.pool)
         newly = Newly(
             tenant=grant.tenant,
-            weight=weights.get(grant.tenant, grant.weight) if weights is not None else grant.weight,
+            weight=self._weight(line.pool, grant),
             band=wish.band,
             most_input=request.size.input_tokens(context),
             most_output=request.size.output_tokens(context),
@@ -145,6 +147,13 @@ class Dispatch:
     async def close(self) -> None:
         for line in self._lines.values():
             await line.close()
+
+    def _weight(self, pool: str, grant: KeyGrant) -> float:
+        """As planned, while planning goes on; else the tenant's own."""
+        plan = self._plans.get(pool)
+        if plan is None or time.time() - plan.planned_at > PLAN_FRESH_S:
+            return grant.weight
+        return self._weights[pool].get(grant.tenant, grant.weight)
 
     def _epoch(self, pool: str) -> int:
         plan = self._plans.get(pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,7 @@ from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
+from controlplane.admission.shares import SharePlan, TenantShare
 from controlplane.fleet.schemas import FleetView
 from controlplane.settings import Secret, Settings
 from controlplane.slo.schemas import Slo
@@ -389,3 +391,20 @@ async def test_what_streams_produce_is_charged_and_the_engines_count_puts_it_rig
         stored = await redis.hgetall("tidegate:turn:{pool-m}:served")
         # 12 prompt tokens of which 8 were cached, 3 of output, at 1, 0.25 and 2
         assert [float(value) for value in stored.values()] == [4 + 8 * 0.25 + 3 * 2]
+
+
+async def test_f38_a_plan_replaces_none_of_a_later_epoch_and_counts_while_it_is_fresh(small: Settings) -> None:
+    def plan(epoch: int, weight: float, planned_at: float) -> SharePlan:
+        share = TenantShare(tenant="acme", share=1, weight=weight)
+        return SharePlan(pool="pool-m", epoch=epoch, planned_at=planned_at, capacity=1, shares=(share,))
+
+    async with doors(small) as (served, _, _):
+        dispatch = served.gateway.dispatch
+        grant = next(iter(served.policy.grants.values()))
+        assert dispatch._weight("pool-m", grant) == 1.0
+        dispatch.adopt_plans([plan(2, 5.0, time.time())])
+        dispatch.adopt_plans([plan(1, 9.0, time.time())])
+        assert dispatch._weight("pool-m", grant) == 5.0
+        assert served.metric("dispatch_plan_epoch", model="m") == 2
+        dispatch.adopt_plans([plan(3, 9.0, time.time() - 3_600)])
+        assert dispatch._weight("pool-m", grant) == 1.0, "nobody plans any more"
