@@ -197,12 +197,9 @@ async def put_pool(session: AsyncSession, name: str, model: str, backend: str) -
     )
 
 
-async def set_pool_size(session: AsyncSession, name: str, slots: int, tokens: int) -> bool:
-    """Say what each replica of a pool holds, 0 for what the replica says; False when there is no such pool."""
-    done = await session.execute(
-        update(Pool).where(Pool.name == name).values(replica_slots=slots, replica_tokens=tokens).returning(Pool.name)
-    )
-    return done.one_or_none() is not None
+async def set_pool_size(session: AsyncSession, name: str, slots: int, tokens: int) -> None:
+    """Say what each replica of a pool holds, 0 for what the replica says."""
+    await session.execute(update(Pool).where(Pool.name == name).values(replica_slots=slots, replica_tokens=tokens))
 
 
 async def pools(session: AsyncSession) -> list[PoolRoute]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from dataplane.protocol import CoreReady, Gauges, ReplicaState
 
@@ -21,6 +24,13 @@ class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     replica_slots: int = 0
     replica_tokens: int = 0
+
+
+class PoolPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each replica of a pool holds at once, requests and KV tokens; 0 is what the replica says itself."""
+
+    replica_slots: Annotated[int, Meta(ge=0, le=1_000_000, examples=[16])] | UnsetType = UNSET
+    replica_tokens: Annotated[int, Meta(ge=0, le=2**40, examples=[65536])] | UnsetType = UNSET
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):

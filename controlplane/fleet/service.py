@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, structs
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -20,7 +21,7 @@ from controlplane.fleet.live import LiveGauges, LiveLoad, read_gauges
 from controlplane.fleet.liveness import Limits, effective, judge, seconds_to_change, silence
 from controlplane.fleet.registration import EventKind, ReplicaEventDraft, ReplicaFacts, apply, commands, is_newer
 from controlplane.fleet.repository import ReplicaTimes
-from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute, ReplicaView
+from controlplane.fleet.schemas import FleetView, PoolPatch, PoolRoute, ReplicaRoute, ReplicaView
 from controlplane.tenants import service as tenants
 from dataplane.protocol import Command, CoreReady, Gauges, ReplicaState, Report
 
@@ -78,6 +79,18 @@ async def ensure_pool(session: AsyncSession, name: str, model: str, backend: str
         raise InvalidRequestError(f"backend {backend!r} is not one of: {', '.join(BACKENDS)}", param="backend")
     await repository.put_pool(session, name, model, backend)
     return next(pool for pool in await repository.pools(session) if pool.name == name)
+
+
+async def set_pool_size(session: AsyncSession, name: str, patch: PoolPatch) -> PoolRoute:
+    """Say what each replica of the pool holds; what is left out stays. Raises NotFoundError."""
+    pool = next((pool for pool in await repository.pools(session) if pool.name == name), None)
+    if pool is None:
+        raise NotFoundError(f"there is no pool {name[:40]}", code="pool_not_found", param="pool")
+    slots = pool.replica_slots if patch.replica_slots is UNSET else patch.replica_slots
+    tokens = pool.replica_tokens if patch.replica_tokens is UNSET else patch.replica_tokens
+    if (slots, tokens) != (pool.replica_slots, pool.replica_tokens):
+        await repository.set_pool_size(session, name, slots, tokens)
+    return structs.replace(pool, replica_slots=slots, replica_tokens=tokens)
 
 
 async def list_replicas(session: AsyncSession, redis: Redis, now: float) -> list[ReplicaView]:
