@@ -143,6 +143,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The gateways that canaries probe, by commas; `public_gateway_url` when empty."""
     usage_spool_bytes: SpoolBytes = 256 * 1024 * 1024
     """Usage records that a gateway keeps on disk until the ledger has them; when they are full it refuses requests."""
+    assumed_slots: Requests = 256
+    """Requests that a replica holds at once where neither it nor its pool's setting tells."""
+    long_prompt: Tokens = 4096
+    """Prompts of which so many tokens must be computed wait in a lane of their own."""
+    queue_short: Requests = 256
+    """Requests for one model that wait in one gateway; more shed or are refused with 503."""
+    queue_long: Requests = 32
+    """The same for long prompts."""
+    queue_tenant: Requests = 128
+    """The most of either that are one tenant's."""
+    queue_wait_s: Seconds = 60.0
+    """Longest wait of a request for its turn."""
     log_level: LogLevel = "INFO"
 
     @classmethod

@@ -36,7 +36,7 @@ from controlplane.telemetry.taskstats import TaskStats
 
 log = logging.getLogger("tidegate.worker")
 
-DOMAINS = ("telemetry", "ledger", "canaries", "promptlog", "policy")
+DOMAINS = ("telemetry", "ledger", "admission", "canaries", "promptlog", "policy")
 """Domains with a `tasks` module."""
 QUEUE = "tidegate"
 VISIBILITY_TIMEOUT_S = 60

@@ -95,6 +95,11 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     def line(self) -> int:
         return line_of(self.lane, self.band)
 
+    @property
+    def tokens(self) -> int:
+        """KV tokens it holds at most, as estimated."""
+        return self.uncached + self.cached + self.output
+
 
 class Dispatched(NamedTuple):
     """What became of requests, each named once: those that may go, and those that found the queue full."""
@@ -156,22 +161,48 @@ class Dispatcher:
         self._known[request.request_id] = (request, self.weights.get(request.tenant, 1.0))
         self._new[request.request_id] = None
 
+    def begin(self, request: Waiting) -> None:
+        """A request was dispatched without asking, where nobody waits. Its input is charged with the next message."""
+        self.add(request)
+        self._running.add(request.request_id)
+        self._charge(request.request_id, self.charges.of(request.uncached, request.cached, 0))
+
     def produced(self, request_id: str, tokens: int) -> None:
         """A dispatched request generated `tokens`."""
+        self._charge(request_id, self.charges.of(0, 0, tokens))
+
+    def counted(self, request_id: str, uncached: int, cached: int) -> None:
+        """The engine has counted a dispatched request's input: what was charged by the estimate is put right."""
+        request, _ = self._known[request_id]
+        self._charge(
+            request_id, self.charges.of(uncached, cached, 0) - self.charges.of(request.uncached, request.cached, 0)
+        )
+
+    def _charge(self, request_id: str, charge: float) -> None:
         request, weight = self._known[request_id]
         member = (request.line, request.tenant)
-        self._unsent[member] = self._unsent.get(member, 0.0) + self.charges.of(0, 0, tokens) / weight
+        self._unsent[member] = self._unsent.get(member, 0.0) + charge / weight
+
+    def untold(self, request_id: str) -> bool:
+        """Whether the queue has certainly not heard of a request."""
+        sent = self._message.arrivals if self._message is not None else ()
+        return request_id in self._new and all(arrival.request_id != request_id for arrival in sent)
+
+    def tokens_of(self, request_id: str) -> int:
+        """The KV tokens that a request holds from dispatch to end, 0 when it is not known."""
+        known = self._known.get(request_id)
+        return 0 if known is None else known[0].tokens
 
     def end(self, request_id: str) -> None:
         """A request is over, dispatched or not; what it holds is free once that was told. One that was refused is not
         known any more, and nothing happens.
         """
+        untold = self.untold(request_id)
         if self._known.pop(request_id, None) is None:
             return
         self._running.discard(request_id)
         self._seen.discard(request_id)
-        sent = self._message.arrivals if self._message is not None else ()
-        if request_id not in self._new or any(arrival.request_id == request_id for arrival in sent):
+        if not untold:
             self._ended[request_id] = None
         self._new.pop(request_id, None)
 
@@ -201,7 +232,7 @@ class Dispatcher:
             request.line,
             request.tenant,
             int(request.deadline_at * 1000),
-            request.uncached + request.cached + request.output,
+            request.tokens,
             self.charges.of(request.uncached, request.cached, 0) / weight,
             request_id in self._running,
         )

@@ -1,7 +1,8 @@
 """A gateway's place in its pools' shared queues, in Redis: waits for its turn, tells what was served.
 
 Layer: scheduling. One call is in the air at a time, and everything that happens meanwhile goes with the next: a busy
-gateway makes few large calls. A call too slow or refused is the sign that Redis is away; the gateway then dispatches
+gateway makes few large calls. While nobody waits and there is room, requests go at once and are told afterwards. A call
+too slow or refused is the sign that Redis is away; the gateway then dispatches
 from a queue of its own with its part of the pool, fair among its own requests alone, until Redis answers again.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +21,9 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from controlplane.admission.bands import LINES
+from controlplane.admission.bands import LINES, Lane
 from controlplane.admission.dispatch import Dispatcher, Waiting, part_of
+from controlplane.admission.patience import Patience
 from controlplane.admission.queue import DEAD_S, Grant, Rules, SharedQueue, Turn, TurnAnswer
 from dataplane.scheduling.vtc import TokenCharges
 
@@ -31,12 +34,18 @@ BEAT_S = DEAD_S / 4
 CALL_TIMEOUT_S = 0.25
 AWAY_S = 1.0
 """How long Redis is left alone after a call failed."""
+FRESH_S = 1.0
+"""How long an answer's room may be used without asking again."""
 PREFIX = "tidegate:turn:"
 
 logger = logging.getLogger("tidegate.admission")
 
 _ANSWER = msgspec.msgpack.Decoder(TurnAnswer)
 _PARTS = ("", ":served", ":requests", ":gateways", ":queue", ":owned", ":unseen", ":held", ":idle")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class QueueFullError(Exception):
@@ -59,9 +68,50 @@ class TurnScript:
         self._timeout_s = timeout_s
 
     async def turn(self, message: Turn) -> TurnAnswer:
-        async with asyncio.timeout(self._timeout_s):
+        async with Patience(self._timeout_s):
             answer: bytes = await self._script(keys=self._keys, args=[msgspec.msgpack.encode(message)])
         return _ANSWER.decode(answer)
+
+
+class _Room:
+    """What a gateway may dispatch before it asks again: half of its part of what was free, all of it if it is alone, so
+    that gateways that do not know of one another's dispatches seldom exceed what the pool holds.
+    """
+
+    __slots__ = ("_since_slots", "_since_tokens", "_slots", "_tokens", "at")
+
+    def __init__(self) -> None:
+        self.at = -math.inf
+        self._slots = self._tokens = 0
+        self._since_slots = self._since_tokens = 0
+
+    def take(self, tokens: int) -> bool:
+        """Room for one more request that holds so many KV tokens."""
+        if self._slots < 1 or self._tokens < tokens:
+            return False
+        self._slots -= 1
+        self._tokens -= tokens
+        self._since_slots += 1
+        self._since_tokens += tokens
+        return True
+
+    def give_back(self, tokens: int) -> None:
+        """A request that took room is over before it was told."""
+        self._slots += 1
+        self._tokens += tokens
+        self._since_slots = max(0, self._since_slots - 1)
+        self._since_tokens = max(0, self._since_tokens - tokens)
+
+    def asked(self) -> None:
+        """A message goes out: it tells all that took room so far."""
+        self._since_slots = self._since_tokens = 0
+
+    def answered(self, rules: Rules, answer: TurnAnswer, gateways: int, now: float) -> None:
+        """The queue has told what is free."""
+        part = 1 if gateways == 1 else 2 * gateways
+        self._slots = (rules.slots - answer.slots - self._since_slots) // part
+        self._tokens = (rules.tokens - answer.tokens - self._since_tokens) // part
+        self.at = now
 
 
 class FairQueue:
@@ -92,12 +142,20 @@ class FairQueue:
         self._local: SharedQueue | None = None
         self._again_at = 0.0
         self._gateways = 1
+        self._progress: dict[str, Callable[[], int]] = {}
+        self._told: dict[str, int] = {}
+        self._room = _Room()
+        self._tag = 0.0
         self.last: TurnAnswer | None = None
         """The latest answer: how full the pool is."""
         self.turns = 0
         """Calls to Redis that were answered."""
         self.failures = 0
         """Calls to Redis that were not."""
+
+    def __len__(self) -> int:
+        """Requests that wait or run."""
+        return len(self._dispatcher)
 
     @property
     def away(self) -> bool:
@@ -113,13 +171,38 @@ class FairQueue:
         """Take the weights of a share plan, for requests that come from now on."""
         self._dispatcher.weights = weights
 
+    @property
+    def contended(self) -> bool:
+        """Whether anybody waits for the pool, as far as this gateway knows."""
+        return bool(self._turns) or self.last is None or self.last.waiting > 0
+
+    @property
+    def gateways(self) -> int:
+        """How many gateways share the pool."""
+        return self._gateways
+
+    def waiting(self) -> list[Waiting]:
+        """This gateway's requests that were not dispatched."""
+        return self._dispatcher.waiting() if self._turns else []
+
     def wake(self) -> None:
         """The pool may hold more than before."""
         self._wanted.set()
 
+    def at_once(self, request: Waiting) -> Grant | None:
+        """Dispatch `request` without asking, where nobody waits and the last answer left this gateway room for it; then
+        `end` must be called once it is over. None where it has to wait for its turn.
+        """
+        fresh = _now() - self._room.at <= FRESH_S
+        if request.lane is not Lane.SHORT or self.contended or not fresh or not self._room.take(request.tokens):
+            return None
+        self._dispatcher.begin(request)
+        self._flush_soon()
+        return Grant(request.request_id, self._tag)
+
     async def turn_of(self, request: Waiting) -> Grant:
-        """Wait until `request` may go; then `end` must be called once it is over. Raises QueueFullError. Whoever is
-        cancelled has left the queue.
+        """Wait until `request` may go; then `end` must be called once it is over. Raises QueueFullError, or
+        what `leave` was given. Whoever is cancelled has left the queue.
         """
         turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._turns[request.request_id] = turn
@@ -127,28 +210,72 @@ class FairQueue:
         self._wanted.set()
         try:
             return await turn
-        except asyncio.CancelledError:
+        except BaseException:
             self.end(request.request_id)
             raise
         finally:
             self._turns.pop(request.request_id, None)
 
+    def leave(self, request_id: str, error: Exception) -> bool:
+        """Make a request that waits give up with `error`; False when it does not wait any more."""
+        turn = self._turns.get(request_id)
+        if turn is None or turn.done():
+            return False
+        turn.set_exception(error)
+        return True
+
+    def watch(self, request_id: str, progress: Callable[[], int]) -> None:
+        """Ask `progress` for the tokens that a dispatched request has generated so far whenever they are to be told."""
+        self._progress[request_id] = progress
+
     def produced(self, request_id: str, tokens: int) -> None:
         """A dispatched request generated `tokens`."""
         self._dispatcher.produced(request_id, tokens)
-        if self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(FLUSH_S, self._wanted.set)
+        self._flush_soon()
+
+    def finish(self, request_id: str, *, output: int | None = None, read: tuple[int, int] | None = None) -> None:
+        """A dispatched request is over: `output` tokens in all, if it is known, and of input what `read` says, uncached
+        and cached, if the engine has counted it.
+        """
+        told = self._told.get(request_id, 0)
+        progress = self._progress.get(request_id)
+        produced = output if output is not None else progress() if progress is not None else told
+        if produced != told:
+            self._dispatcher.produced(request_id, produced - told)
+        if read is not None:
+            self._dispatcher.counted(request_id, *read)
+        self.end(request_id)
 
     def end(self, request_id: str) -> None:
         """A dispatched request is over, however it ended."""
+        self._progress.pop(request_id, None)
+        self._told.pop(request_id, None)
+        if self._dispatcher.untold(request_id) and request_id not in self._turns:
+            self._room.give_back(self._dispatcher.tokens_of(request_id))
         self._dispatcher.end(request_id)
-        self._wanted.set()
+        if self.contended:
+            self._wanted.set()
+        else:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(FLUSH_S, self._wanted.set)
+
+    def _collect(self) -> None:
+        """Take note of what running requests have generated since it was last told."""
+        for request_id, progress in self._progress.items():
+            so_far, told = progress(), self._told.get(request_id, 0)
+            if so_far > told:
+                self._told[request_id] = so_far
+                self._dispatcher.produced(request_id, so_far - told)
 
     async def run(self) -> None:
         """Take turns."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S if len(self._dispatcher) else None):
+                pause = FLUSH_S if self._progress and self.contended else BEAT_S
+                async with asyncio.timeout(pause if len(self._dispatcher) else None):
                     await self._wanted.wait()
             self._wanted.clear()
             if self._flush is not None:
@@ -162,12 +289,21 @@ class FairQueue:
         if self._local is not None and now >= self._again_at and await self._try_return():
             self._wanted.set()
             return
-        answer = await self._ask(self._dispatcher.message(self._effective_rules()))
+        self._collect()
+        rules = self._effective_rules()
+        message = self._dispatcher.message(rules)
+        self._room.asked()
+        answer = await self._ask(message)
         if answer is None:
             self._wanted.set()
             return
-        self.last = answer
-        self._gateways = max(1, answer.gateways) if self._local is None else self._gateways
+        if answer.lost:
+            self._room = _Room()
+        else:
+            self.last = answer
+            self._gateways = max(1, answer.gateways) if self._local is None else self._gateways
+            self._room.answered(rules, answer, self._gateways if self._local is None else 1, _now())
+        self._tag = max([self._tag, *(grant.tag for grant in answer.grants)])
         dispatched = self._dispatcher.answered(answer)
         for grant in dispatched.grants:
             self._settle(grant.request_id, grant, None)
@@ -190,6 +326,7 @@ class FairQueue:
             self.failures += 1
             logger.warning("The shared queue does not answer (%s); dispatching on its own", type(error).__name__)
             self._local = SharedQueue()
+            self._room = _Room()
             self._leave_alone()
             self._dispatcher.move()
             return None
@@ -206,6 +343,7 @@ class FairQueue:
             return False
         logger.info("The shared queue answers again")
         self._local = None
+        self._room = _Room()
         self._dispatcher.move()
         return True
 

@@ -27,10 +27,13 @@ PATIENCE_S = 600.0
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of one gateway that may wait in each lane, and from how many tokens to compute a prompt is long."""
+    """Requests of one gateway that may wait in each lane, of one tenant in either, and from how many tokens to compute
+    a prompt is long.
+    """
 
     short: int = 256
     long: int = 32
+    tenant: int = 128
     long_prompt: int = 4096
 
     def of(self, lane: Lane) -> int:
@@ -114,6 +117,12 @@ def decide(snapshot: AdmissionSnapshot, now: float, rng: Random) -> Decision[Adm
     if late is not None:
         return _refuse(snapshot, lane, now, late)
     waiting = [each for each in snapshot.queued if each.lane is lane]
+    own = [each for each in waiting if each.tenant == snapshot.request.tenant]
+    if len(own) >= snapshot.limits.tenant:
+        worst = _worst(snapshot, lane, own)
+        if worst is None:
+            return _refuse(snapshot, lane, now, _full(snapshot, lane, now, of_tenant=True))
+        return _admit(snapshot, lane, (worst,), [f"its tenant's part of the lane is full: {worst.request_id} goes"])
     if len(waiting) < snapshot.limits.of(lane):
         return _admit(snapshot, lane, (), _on_time(snapshot, now))
     victim = _victim(snapshot, lane, waiting)
@@ -170,12 +179,14 @@ def _never(code: str, message: str) -> Refusal:
     return Refusal(code=code, layer=Layer.SCHEDULING, message=message, retry_after_s=None)
 
 
-def _full(snapshot: AdmissionSnapshot, lane: Lane, now: float) -> Refusal:
+def _full(snapshot: AdmissionSnapshot, lane: Lane, now: float, *, of_tenant: bool = False) -> Refusal:
     wait = snapshot.prediction.wait_s / 2 if snapshot.prediction is not None else 1.0
     return Refusal(
-        code="queue_full",
+        code="tenant_queue_full" if of_tenant else "queue_full",
         layer=Layer.SCHEDULING,
-        message=f"{snapshot.limits.of(lane)} requests wait in the {lane.name.lower()} lane of this pool.",
+        message=f"{snapshot.limits.tenant} of your requests wait already."
+        if of_tenant
+        else f"{snapshot.limits.of(lane)} requests wait in the {lane.name.lower()} lane of this pool.",
         retry_after_s=_retry_after(snapshot, now, wait),
     )
 
@@ -187,10 +198,9 @@ def _retry_after(snapshot: AdmissionSnapshot, now: float, wait: float) -> int:
     return max(1, min(MAX_RETRY_AFTER_S, math.ceil(at - now)))
 
 
-def _victim(snapshot: AdmissionSnapshot, lane: Lane, waiting: list[Queued]) -> Queued | None:
-    """Who must leave for the newcomer; None when it is the newcomer itself."""
+def _queued(snapshot: AdmissionSnapshot, lane: Lane) -> Queued:
     request = snapshot.request
-    mine = Queued(
+    return Queued(
         request_id=request.request_id,
         tenant=request.tenant,
         lane=lane,
@@ -198,15 +208,29 @@ def _victim(snapshot: AdmissionSnapshot, lane: Lane, waiting: list[Queued]) -> Q
         arrived_at=request.arrived_at,
         sunk=request.sunk,
     )
+
+
+def _rank(each: Queued) -> tuple[int, int, float, str]:
+    """Whoever has the highest goes first when somebody must leave."""
+    return (each.band, -each.sunk, each.arrived_at, each.request_id)
+
+
+def _worst(snapshot: AdmissionSnapshot, lane: Lane, own: list[Queued]) -> Queued | None:
+    """Which of its tenant's requests must leave for the newcomer; None when it is the newcomer itself."""
+    mine = _queued(snapshot, lane)
+    worst = max([*own, mine], key=_rank)
+    return None if worst is mine else worst
+
+
+def _victim(snapshot: AdmissionSnapshot, lane: Lane, waiting: list[Queued]) -> Queued | None:
+    """Who must leave for the newcomer; None when it is the newcomer itself."""
+    mine = _queued(snapshot, lane)
     everyone = [*waiting, mine]
     counts = Counter(each.tenant for each in everyone)
     total = sum(snapshot.weights.get(tenant, 1.0) for tenant in counts)
     places = snapshot.limits.of(lane)
     above = {tenant for tenant, count in counts.items() if count > places * snapshot.weights.get(tenant, 1.0) / total}
-    victim = max(
-        (each for each in everyone if each.tenant in above),
-        key=lambda each: (each.band, -each.sunk, each.arrived_at, each.request_id),
-    )
+    victim = max((each for each in everyone if each.tenant in above), key=_rank)
     return None if victim is mine else victim
 
 

@@ -103,7 +103,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 class TurnAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`lost` says that the queue does not know this gateway (any more): nothing was taken, everything must be told
     again. Dispatches are repeated until they were seen. `refused` found the queue full; `poked` are other gateways
-    that got a dispatch. `waiting`, `slots` and `tokens` are of the whole pool afterwards, `gateways` how many share it.
+    that got a dispatch. `waiting`, `slots` and `tokens` are of the whole pool afterwards, `long` the slots of the long
+    lane among them, `gateways` how many share it.
     """
 
     sequence: int
@@ -116,6 +117,7 @@ class TurnAnswer(msgspec.Struct, frozen=True, array_like=True):
     slots: int = 0
     tokens: int = 0
     gateways: int = 0
+    long: int = 0
 
 
 class _Entry:
@@ -198,6 +200,7 @@ class SharedQueue:
             sum(self._slots),
             sum(self._tokens),
             len(self._heard),
+            self._slots[Lane.LONG],
         )
 
     def _unheard(self, gateway: str) -> tuple[Grant, ...]:
@@ -222,6 +225,9 @@ class SharedQueue:
         if member not in self._served:
             self._served[member] = self._floor(service.line)
             self._rest(member, now)
+        if not self._backlog[service.line]:  # what is served while nobody waits earns the others no credit
+            self._served[member] = max(self._served[member], self._floor(service.line))
+            self._last[service.line] = service.tenant
         self._add(member, service.charge)
 
     def _add(self, member: Member, charge: float) -> None:

@@ -14,6 +14,7 @@ from random import Random
 
 import msgspec
 
+from controlplane.admission.prediction import StepCost
 from controlplane.decision import Decision, Rejection
 
 POLICY_VERSION = "max-min/1"
@@ -58,6 +59,8 @@ class SharePlan(msgspec.Struct, frozen=True, kw_only=True):
     planned_at: float
     capacity: int
     shares: tuple[TenantShare, ...]
+    cost: StepCost | None = None
+    """What a step of its replicas costs, fitted on what they reported."""
 
     def weights(self) -> dict[str, float]:
         """By tenant, for the shared queue."""

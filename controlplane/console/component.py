@@ -41,6 +41,7 @@ PAGES = [
     overview.overview,
     overview.overview_events,
     replicas.replicas,
+    replicas.dispatch,
     session.login_page,
     session.login,
     session.logout,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 import msgspec
-from litestar import Controller, Router, delete, get, post
+from litestar import Controller, Router, delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath
+from litestar.params import FromPath, JSONBody
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
 from controlplane.component import Resources
 from controlplane.fleet import service
-from controlplane.fleet.schemas import PoolRoute, ReplicaView
+from controlplane.fleet.schemas import PoolPatch, PoolRoute, ReplicaView
 from dataplane.protocol import ReplicaState
 
 
@@ -33,6 +33,12 @@ class FleetController(Controller):
     @get("/pools", operation_id="listPools", summary="List pools, by name")
     async def list_pools(self, session: NamedDependency[AsyncSession]) -> list[PoolRoute]:
         return await service.list_pools(session)
+
+    @patch("/pools/{pool:str}", operation_id="changePool", summary="Say what each replica of a pool holds at once")
+    async def change_pool(
+        self, session: NamedDependency[AsyncSession], pool: FromPath[str], data: JSONBody[PoolPatch]
+    ) -> PoolRoute:
+        return await service.set_pool_size(session, pool, data)
 
     @get("/replicas", operation_id="listReplicas", summary="List replicas with their state and load")
     async def list_replicas(

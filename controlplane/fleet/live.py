@@ -107,6 +107,7 @@ class LoadPublisher:
                 waiting=gauges.waiting,
                 blocks_free=gauges.blocks_free,
                 blocks_total=gauges.blocks_total,
+                credits=gauges.credits,
             )
             pipeline.set(gauges_key(replica), encode(live), ex=GAUGES_TTL_S)
             pipeline.publish(LOAD_CHANNEL, encode(load))

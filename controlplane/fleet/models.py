@@ -34,10 +34,13 @@ class Pool(Base):
     """Replicas that serve one model name to tenants through one kind of backend."""
 
     __tablename__ = "pools"
+    __table_args__ = (CheckConstraint("replica_slots >= 0 AND replica_tokens >= 0", name="size"),)
 
     name: Mapped[str] = mapped_column(String(200), primary_key=True)
     model: Mapped[str] = mapped_column(String(200))
     backend: Mapped[str] = mapped_column(String(40), server_default=text("'native'"))
+    replica_slots: Mapped[int] = mapped_column(Integer, server_default=text("0"))
+    replica_tokens: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
     created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
 
 

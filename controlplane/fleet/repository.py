@@ -220,10 +220,16 @@ async def put_pool(session: AsyncSession, name: str, model: str, backend: str) -
     )
 
 
+async def set_pool_size(session: AsyncSession, name: str, slots: int, tokens: int) -> None:
+    """Say what each replica of a pool holds, 0 for what the replica says."""
+    await session.execute(update(Pool).where(Pool.name == name).values(replica_slots=slots, replica_tokens=tokens))
+
+
 async def pools(session: AsyncSession) -> list[PoolRoute]:
     query = select(Pool.name, Pool.model, Pool.backend, epoch_of(Pool.created_at).label("created_at"))
+    query = query.add_columns(Pool.replica_slots, Pool.replica_tokens)
     rows = await session.execute(query.order_by(Pool.name))
-    return [PoolRoute(name=row.name, model=row.model, backend=row.backend, created_at=row.created_at) for row in rows]
+    return [PoolRoute(**row._mapping) for row in rows]
 
 
 # The CTEs are materialised because a plain sub-query with a LIMIT may be run again per row, and lock ever more.

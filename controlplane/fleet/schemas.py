@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from dataplane.protocol import CoreReady, Gauges, ReplicaState
 
@@ -11,16 +14,29 @@ LOAD_CHANNEL = "tidegate:load"
 
 
 class PoolRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool serves one model name to tenants; `backend` is an adapter's name (`native`)."""
+    """A pool serves one model name to tenants; `backend` is an adapter's name (`native`). `replica_slots` and
+    `replica_tokens` are what an operator says a replica holds, requests and KV tokens; 0 leaves it to the replica.
+    """
 
     name: str
     model: str
     backend: str
     created_at: float
+    replica_slots: int = 0
+    replica_tokens: int = 0
+
+
+class PoolPatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each replica of a pool holds at once, requests and KV tokens; 0 is what the replica says itself."""
+
+    replica_slots: Annotated[int, Meta(ge=0, le=1_000_000, examples=[16])] | UnsetType = UNSET
+    replica_tokens: Annotated[int, Meta(ge=0, le=2**40, examples=[65536])] | UnsetType = UNSET
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """`context` is the most tokens of a prompt and its answer together, 0 when the replica has not told."""
+    """`context` is the most tokens of a prompt and its answer together, 0 when the replica has not told; the
+    same holds for `slots`, the requests that it holds at once, and `tokens`, its KV cache.
+    """
 
     replica: str
     pool: str
@@ -28,6 +44,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True):
     state: ReplicaState
     boot_epoch: int
     context: int = 0
+    slots: int = 0
+    tokens: int = 0
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +66,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     blocks_free: int
     blocks_total: int
+    credits: int = 0
+    """Requests that it says it holds at once, 0 when it does not."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

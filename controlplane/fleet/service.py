@@ -10,18 +10,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET, structs
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from controlplane.admission.dispatch import credit_of
 from controlplane.errors import InvalidRequestError, NotFoundError
 from controlplane.fleet import repository
 from controlplane.fleet.live import LiveGauges, LiveLoad, read_gauges
 from controlplane.fleet.liveness import Limits, effective, judge, seconds_to_change, silence
 from controlplane.fleet.registration import EventKind, ReplicaEventDraft, ReplicaFacts, apply, commands, is_newer
 from controlplane.fleet.repository import ReplicaTimes
-from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute, ReplicaView
+from controlplane.fleet.schemas import FleetView, PoolPatch, PoolRoute, ReplicaRoute, ReplicaView
 from controlplane.tenants import service as tenants
-from dataplane.protocol import Command, ReplicaState, Report
+from dataplane.protocol import Command, CoreReady, Gauges, ReplicaState, Report
 
 POOL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 BACKENDS = ("native",)
@@ -42,11 +44,19 @@ async def load_fleet(session: AsyncSession) -> FleetView:
                 url=facts.url,
                 state=facts.state,
                 boot_epoch=facts.boot_epoch,
-                context=facts.ready.max_model_len if facts.ready is not None else 0,
+                **_size(facts.ready),
             )
             for facts, _ in rows
         ],
     )
+
+
+def _size(ready: CoreReady | None) -> dict[str, int]:
+    """What a replica holds, as it told when it had loaded."""
+    credit = credit_of(ready, Gauges())
+    if ready is None or credit is None:
+        return {}
+    return {"context": ready.max_model_len, "slots": credit.slots, "tokens": credit.tokens}
 
 
 async def list_pools(session: AsyncSession) -> list[PoolRoute]:
@@ -69,6 +79,18 @@ async def ensure_pool(session: AsyncSession, name: str, model: str, backend: str
         raise InvalidRequestError(f"backend {backend!r} is not one of: {', '.join(BACKENDS)}", param="backend")
     await repository.put_pool(session, name, model, backend)
     return next(pool for pool in await repository.pools(session) if pool.name == name)
+
+
+async def set_pool_size(session: AsyncSession, name: str, patch: PoolPatch) -> PoolRoute:
+    """Say what each replica of the pool holds; what is left out stays. Raises NotFoundError."""
+    pool = next((pool for pool in await repository.pools(session) if pool.name == name), None)
+    if pool is None:
+        raise NotFoundError(f"there is no pool {name[:40]}", code="pool_not_found", param="pool")
+    slots = pool.replica_slots if patch.replica_slots is UNSET else patch.replica_slots
+    tokens = pool.replica_tokens if patch.replica_tokens is UNSET else patch.replica_tokens
+    if (slots, tokens) != (pool.replica_slots, pool.replica_tokens):
+        await repository.set_pool_size(session, name, slots, tokens)
+    return structs.replace(pool, replica_slots=slots, replica_tokens=tokens)
 
 
 async def list_replicas(session: AsyncSession, redis: Redis, now: float) -> list[ReplicaView]:

@@ -20,6 +20,7 @@ from controlplane.gateway.errors import (
     UnsupportedMediaTypeError,
     error_body,
 )
+from controlplane.gateway.wishes import HEADERS as WISHES
 from dataplane.protocol import HEADER_REQUEST
 
 BODY_TIMEOUT_S = 60.0
@@ -42,7 +43,7 @@ JSON_TYPE = (b"content-type", b"application/json")
 class RequestHead:
     """The headers the gateway looks at. All others end here: nothing of them reaches a replica (F23)."""
 
-    __slots__ = ("authorization", "body_read", "chunked", "content_length", "encoding", "forged")
+    __slots__ = ("authorization", "body_read", "chunked", "content_length", "encoding", "forged", "wishes")
 
     def __init__(self, scope: HTTPScope) -> None:
         self.authorization: str | None = None
@@ -53,6 +54,8 @@ class RequestHead:
         self.encoding = b""
         self.forged = 0
         """Headers that pretended to come from inside."""
+        self.wishes: dict[bytes, bytes] = {}
+        """What the client asks of its place in line."""
         seen_authorization = False
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -67,6 +70,8 @@ class RequestHead:
                 self.encoding = value.lower()
             elif name.startswith(FORGED_PREFIX):
                 self.forged += 1
+            elif name in WISHES:
+                self.wishes[name] = value
 
 
 async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[bytes, float]:

@@ -18,12 +18,16 @@ from litestar.types import Receive, Scope, Send
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.admission.leases import Leases
+from controlplane.admission.service import load_plans
+from controlplane.admission.shares import SharePlan
 from controlplane.component import Component, Resources
 from controlplane.errors import NotFoundError
 from controlplane.fleet.schemas import FleetView
 from controlplane.fleet.service import load_fleet
 from controlplane.gateway.auth import CAPACITY as MOST_KEYS
 from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.dispatch import Dispatch
+from controlplane.gateway.dispatch_metrics import DispatchMetrics
 from controlplane.gateway.endpoint import Endpoint
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.gateway import Gateway
@@ -45,12 +49,15 @@ from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.shutdown import drain_on_signal
 from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
 from controlplane.gateway.spent import LedgerSums
+from controlplane.gateway.table import PolicyTable
 from controlplane.gateway.telemetry import Recorder
 from controlplane.gateway.usage import UsageLog
 from controlplane.gateway.usage_metrics import UsageCollector
 from controlplane.quotas.schemas import TenantQuotas
 from controlplane.quotas.service import load_quotas, load_tenant_quotas
 from controlplane.redis_pipe import ScriptPipe
+from controlplane.slo.schemas import Slo
+from controlplane.slo.service import load_slos
 from controlplane.tenants.schemas import KeyGrant
 from controlplane.tenants.service import load_key, load_keys
 
@@ -95,6 +102,7 @@ class _Parts:
 
         def on_view(view: FleetView) -> None:
             board.retain(route.replica for route in view.replicas)
+            dispatch.fleet_changed()
             changed.set()
 
         metrics = GatewayMetrics(resources.registry)
@@ -110,6 +118,9 @@ class _Parts:
         self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
         self._quotas = QuotaDirectory(self._load_tenant_quotas, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
+        dispatch = Dispatch(resources.redis, settings, self._fleet, board, metrics=DispatchMetrics(resources.registry))
+        self._slos = PolicyTable("slos", self._load_slos, dispatch.adopt_slos)
+        self._plans = PolicyTable("share_plans", self._load_plans, dispatch.adopt_plans)
         self._prefetch_keys = Prefetch(
             "API keys", self._load_keys, self._keys.adopt, lambda grant: grant.key_id, MOST_KEYS
         )
@@ -118,7 +129,15 @@ class _Parts:
         )
         self._feed = PolicyFeed(
             settings.database_url,
-            [self._keys, self._quotas, self._fleet, self._prefetch_keys, self._prefetch_quotas],
+            [
+                self._keys,
+                self._quotas,
+                self._fleet,
+                self._prefetch_keys,
+                self._prefetch_quotas,
+                self._slos,
+                self._plans,
+            ],
         )
         self._pipe = ScriptPipe(settings.redis_url)
         self._leases = Leases(self._pipe, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
@@ -151,6 +170,7 @@ class _Parts:
             prompt_log=PromptLog(
                 settings, on_delivered=metrics.prompts_logged.inc, on_dropped=metrics.prompts_dropped.inc
             ),
+            dispatch=dispatch,
         )
         self.quota_routes = QuotaRoutes(
             self._quotas, UseReader(self._leases, LedgerSums(resources.engine)), QuotaDesk(resources.engine)
@@ -181,6 +201,8 @@ class _Parts:
                 ("key prefetch", self._prefetch_keys.run()),
                 ("quota prefetch", self._prefetch_quotas.run()),
                 ("leases", self._leases.run()),
+                ("objectives", self._slos.run()),
+                ("share plans", self._plans.run()),
                 ("load feed", self._loads.run()),
                 ("snapshot", self._snapshot.run()),
                 ("request log", self._request_log.run()),
@@ -232,6 +254,14 @@ class _Parts:
     async def _load_fleet(self) -> FleetView:
         async with AsyncSession(self._resources.engine) as session:
             return await load_fleet(session)
+
+    async def _load_slos(self) -> tuple[Slo, ...]:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_slos(session)
+
+    async def _load_plans(self) -> list[SharePlan]:
+        async with AsyncSession(self._resources.engine) as session:
+            return await load_plans(session)
 
     async def _load_keys(self, after: str) -> list[KeyGrant]:
         async with AsyncSession(self._resources.engine) as session:

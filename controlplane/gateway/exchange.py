@@ -1,8 +1,8 @@
 """One inference request, from its key to its last byte.
 
-Layer: service. Authenticated → read → leased → routed → relayed → settled. Whatever happens in between, the lease is
-settled once, the replica's slot is given back, the upstream connection is closed, and the record ends in exactly one
-outcome.
+Layer: service. Authenticated → read → leased → in turn → routed → relayed → settled. Whatever happens in between, the
+lease is settled once, the replica's slot is given back, the upstream connection is closed, and the record ends in
+exactly one outcome.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.metering import Counted, Held
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.relay import Relay
+from controlplane.gateway.turns import Turn
 from controlplane.gateway.upstream import Cause, UpstreamFailure
 from controlplane.gateway.usage import usage_record
+from controlplane.gateway.wishes import Wish, read_wish
 from controlplane.routing.candidates import Candidate, RoutingSnapshot
 from controlplane.routing.router import decide
 from controlplane.tenants.schemas import KeyGrant, Scope
 from dataplane.protocol import (
     HEADER_ATTEMPT,
+    HEADER_FAIR_TAG,
     HEADER_KEY,
     HEADER_PRIORITY,
     HEADER_PROJECT,
@@ -75,6 +78,8 @@ class Exchange:
         self._path = path
         self._relay: Relay | None = None
         self._work = _Work.NONE
+        self._wish: Wish | None = None
+        self._turn: Turn | None = None
         self.record = RequestRecord(request_id=request_id, grant=grant, at=time.time(), accepted=arrived)
 
     async def serve(self, head: RequestHead, receive: Receive, send: Send) -> None:
@@ -93,6 +98,7 @@ class Exchange:
                     capture.request = body
                 request = read_inference_body(body)
                 self._allow(request.model)
+                self._wish = read_wish(head.wishes, self._grant.priority)
                 record.stream = request.stream
                 gateway.retries.earn()
                 async with Departure(receive):
@@ -148,13 +154,21 @@ class Exchange:
         self.record.model = model
 
     async def _metered(self, request: InferenceBody, send: Send) -> None:
-        """Deliver under a lease, and settle it however that ends."""
+        """Deliver under a lease when it is the request's turn, and settle it however that ends."""
         meter = self._gateway.meter
         held = await meter.take(self._grant, request, self._count)
         try:
-            await self._deliver(held, request, send)
+            await self._in_turn(held, request, send)
         finally:
             await meter.settle(held, self._used(held, request))
+
+    async def _in_turn(self, held: Held, request: InferenceBody, send: Send) -> None:
+        assert self._wish is not None, "wishes are read with the head"
+        self._turn = await self._gateway.dispatch.admit(self._grant, self._wish, request)
+        try:
+            await self._deliver(held, request, send)
+        finally:
+            self._turn.end(self.record, served=self._work is not _Work.NONE)
 
     async def _count(self, request: InferenceBody) -> int | None:
         """Tokens of the prompts, as a replica counts them; None when none can tell."""
@@ -215,6 +229,8 @@ class Exchange:
             headers=held.headers,
         )
         self._relay, self._work = relay, _Work.TAKEN
+        assert self._turn is not None, "nothing is dispatched before its turn"
+        self._turn.watch(lambda: relay.reading.times.counted)
         response = None
         gateway.board.begin(replica.replica)
         try:
@@ -259,6 +275,13 @@ class Exchange:
         return None
 
     def _route(self, model: str, tried: set[str]) -> Candidate | None:
+        """A replica of the request's lane while one takes it, else any."""
+        assert self._turn is not None, "nothing is routed before its turn"
+        closed = self._gateway.dispatch.closed_to(model, self._turn.lane)
+        chosen = self._choose(model, tried | closed) if closed else None
+        return chosen or self._choose(model, tried)
+
+    def _choose(self, model: str, tried: set[str]) -> Candidate | None:
         gateway = self._gateway
         candidates = gateway.board.candidates(gateway.fleet.replicas(model))
         snapshot = RoutingSnapshot(
@@ -276,7 +299,8 @@ class Exchange:
             HEADER_PROJECT: grant.project,
             HEADER_KEY: grant.key_id,
             HEADER_SALT: grant.cache_salt,
-            HEADER_PRIORITY: str(grant.priority),
+            HEADER_PRIORITY: str(self._wish.priority if self._wish is not None else grant.priority),
+            HEADER_FAIR_TAG: repr(self._turn.tag if self._turn is not None else 0.0),
         }
         if request.hide_usage:
             headers[HEADER_USAGE] = "hidden"

@@ -40,6 +40,7 @@ class FleetDirectory:
         self._pools: dict[str, PoolRoute] = {}
         self._replicas: dict[str, tuple[ReplicaRoute, ...]] = {}
         self._names: frozenset[str] = frozenset()
+        self._by_name: dict[str, PoolRoute] = {}
         self._pool_names: dict[str, tuple[str, ...]] = {}
         self._contexts: dict[str, frozenset[int]] = {}
         self.view: FleetView | None = None
@@ -53,6 +54,10 @@ class FleetDirectory:
     def pool(self, model: str) -> PoolRoute | None:
         """A pool that serves `model`; of several, the first by name."""
         return self._pools.get(model)
+
+    def pool_of(self, name: str) -> PoolRoute | None:
+        """The pool of this name."""
+        return self._by_name.get(name)
 
     def pools(self) -> list[PoolRoute]:
         """One pool for each served model, by model name."""
@@ -83,6 +88,7 @@ class FleetDirectory:
         self.view = view
         self._pools = {pool.model: pool for pool in sorted(view.pools, key=lambda p: p.name, reverse=True)}
         self._names = frozenset(route.replica for route in view.replicas)
+        self._by_name = {pool.name: pool for pool in view.pools}
         models = {pool.name: pool.model for pool in view.pools}
         replicas: dict[str, list[ReplicaRoute]] = {}
         for route in view.replicas:

@@ -18,6 +18,7 @@ from typing import Any
 from controlplane.admission.answers import Lease
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
+from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.http_client import Response
@@ -57,6 +58,7 @@ class Gateway:
         request_log: RequestLog,
         usage: UsageLog,
         metrics: GatewayMetrics,
+        dispatch: Dispatch,
         prompt_log: PromptLog | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class Gateway:
         self.usage = usage
         self.metrics = metrics
         self.prompt_log = prompt_log or PromptLog(settings)
+        self.dispatch = dispatch
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._upstream: Upstream | None = None
@@ -88,7 +91,8 @@ class Gateway:
         self._counter = PromptCounter(self._upstream)
 
     async def close(self) -> None:
-        """Close the connections to replicas."""
+        """Close the connections to replicas and leave the lines."""
+        await self.dispatch.close()
         if self._upstream is not None:
             await self._upstream.close()
 
@@ -157,6 +161,7 @@ class Gateway:
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """Take no more requests, let the running ones finish within `grace_s`, then cut them."""
         self.draining = True
+        self.dispatch.refuse_waiting()
         if self._in_flight:
             logger.info("Shutting down: %d requests may finish within %.0f s", self._in_flight, grace_s)
         try:

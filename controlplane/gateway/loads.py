@@ -20,7 +20,7 @@ _SILENT = (ReplicaState.STALE, ReplicaState.LOST)
 
 
 class _Load:
-    __slots__ = ("heard_at", "in_flight", "others", "state", "suspect_until")
+    __slots__ = ("credits", "heard_at", "in_flight", "others", "state", "suspect_until")
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -28,6 +28,7 @@ class _Load:
         self.state: ReplicaState | None = None
         self.heard_at = 0.0
         self.suspect_until = 0.0
+        self.credits = 0
 
 
 class LoadBoard:
@@ -59,6 +60,12 @@ class LoadBoard:
         load.state = report.state
         load.others = max(0, report.running + report.waiting - load.in_flight)
         load.suspect_until = 0.0
+        load.credits = report.credits
+
+    def credits(self, replica: str) -> int:
+        """Requests that a replica last said it holds at once, 0 when it did not."""
+        load = self._loads.get(replica)
+        return load.credits if load else 0
 
     def in_flight(self, replica: str) -> int:
         load = self._loads.get(replica)

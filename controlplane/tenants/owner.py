@@ -5,6 +5,7 @@ Layer: service. One query, and within the tenant: no name or id of another one e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from uuid import UUID
 
 import msgspec
@@ -24,6 +25,22 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     project_id: UUID | None
     identity: str | None
+
+
+class TenantClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """What an active tenant may count on of a busy pool: its weight, and a floor in tokens per second."""
+
+    weight: float
+    floor_tokens_per_s: float
+
+
+async def claims_of(session: AsyncSession, slugs: Sequence[str]) -> dict[str, TenantClaim]:
+    """By slug, of those that are active tenants, in name order. One query, none for none."""
+    if not slugs:
+        return {}
+    query = select(Tenant.slug, Tenant.weight, Tenant.floor_tokens_per_s).where(Tenant.active, Tenant.slug.in_(slugs))
+    found = await session.execute(query.order_by(Tenant.slug))
+    return {slug: TenantClaim(weight=weight, floor_tokens_per_s=floor) for slug, weight, floor in found}
 
 
 async def resolve_owner(

@@ -171,6 +171,8 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
     principal_active: bool = True
     prompt_log: PromptLogging | None = None
     """None unless the tenant has asked for its prompts to be kept."""
+    weight: float = 1.0
+    """The tenant's share of a busy pool, relative to others'."""
 
 
 class TenantView(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,6 +106,7 @@ def key_grant(key: ApiKey, project: Project, tenant: Tenant, principal: Principa
         project_active=project.active,
         principal_active=principal is None or principal.active,
         prompt_log=read_prompt_logging(tenant.prompt_log),
+        weight=tenant.weight,
     )
 
 

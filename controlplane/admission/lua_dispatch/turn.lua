@@ -130,7 +130,12 @@ if number > get('number:' .. gateway) then
       served = floor_of(line)
       rest(line, tenant)
     end
-    set_served(line, tenant, tonumber(served) + charge)
+    served = tonumber(served)
+    if tenants(line) == 0 then
+      served = math.max(served, floor_of(line))
+      set('last' .. line, tenant)
+    end
+    set_served(line, tenant, served + charge)
   end
 end
 
@@ -286,5 +291,5 @@ end
 local used_slots = get('slots0') + get('slots1')
 return cmsgpack.pack({
   get('sequence'), now, false, grants, refused, poked,
-  call('HLEN', REQUESTS) - used_slots, used_slots, get('tokens0') + get('tokens1'), call('ZCARD', GATEWAYS),
+  call('HLEN', REQUESTS) - used_slots, used_slots, get('tokens0') + get('tokens1'), call('ZCARD', GATEWAYS), get('slots1'),
 })

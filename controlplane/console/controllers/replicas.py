@@ -6,9 +6,11 @@ import time
 
 from litestar import Response, get
 from litestar.di import NamedDependency
+from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
+from controlplane.admission.standing import standings
 from controlplane.component import Resources
 from controlplane.console.pages import AnyRequest, Console, wants_fragment
 from controlplane.console.presenters import window_label
@@ -35,4 +37,20 @@ async def replicas(
         section="replicas",
         replicas=[replica_card(view, scoped.get(view.replica)) for view in found],
         window=window_label(DEFAULT_WINDOW),
+        lines=[] if wants_fragment(request) else await standings(session, resources.redis, time.time()),
     )
+
+
+@get("/dispatch", include_in_schema=False)
+async def dispatch(
+    request: AnyRequest,
+    session: NamedDependency[AsyncSession],
+    resources: NamedDependency[Resources],
+    current_user: NamedDependency[Principal],
+    console: NamedDependency[Console],
+) -> Response[str] | Redirect:
+    """Who waits for each pool and what was planned: a panel of the Replicas page."""
+    if not wants_fragment(request):
+        return Redirect("/replicas")
+    lines = await standings(session, resources.redis, time.time())
+    return console.answer(request, "dispatch/_panel.html", user=current_user, section="replicas", lines=lines)

@@ -117,3 +117,39 @@ def gateway(
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     emit(report, json_path)
+
+
+@bench.command(epilog=EXIT_CODES)
+@click.option("--seed", default=0, show_default=True, type=int, help="Kept with the results; the load is not random.")
+@click.option("--quick", is_flag=True, help="Short runs: the directions stay, the figures are rough.")
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to a file too."
+)
+def fairness(*, seed: int, quick: bool, json_path: Path | None) -> None:
+    """Measure who gets how much of a busy pool through four gateways, and what that costs.
+
+    Two tenants of weights 1 and 3 flood a pool of replicas with a made-up service time, beside a polite third; then
+    prompts of the greatest length flood it beside short ones. Each figure has its control in the same run.
+    """
+    from rich.console import Console
+
+    from controlplane.lab.bench import fairness as fairness_bench
+    from controlplane.lab.bench.report import emit
+    from controlplane.local.errors import ExitCode, LocalError
+
+    progress = Console(stderr=True, highlight=False)
+
+    def tell(what: str) -> None:
+        progress.print(f"{what} …", style="dim")
+
+    try:
+        report = fairness_bench.run(fairness_bench.FairnessCase(seed=seed, quick=quick), console=progress, tell=tell)
+    except LocalError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        sys.exit(error.code)
+    except ValueError as error:
+        click.echo(f"Error: the gateways did not answer as they must: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    emit(report, json_path)

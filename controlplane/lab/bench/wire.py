@@ -84,7 +84,11 @@ class Answers:
 
     def usage(self, tokens: int) -> bytes:
         """The chunk with the usage event."""
-        return chunk(_event({**self._base(), "choices": [], "usage": usage(tokens)}))
+        return self.usage_of(usage(tokens))
+
+    def usage_of(self, told: dict[str, Any]) -> bytes:
+        """The chunk with an event of this usage."""
+        return chunk(_event({**self._base(), "choices": [], "usage": told}))
 
     def whole(self, tokens: int) -> bytes:
         """A whole HTTP response; of each length it is rendered once."""

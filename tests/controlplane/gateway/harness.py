@@ -22,6 +22,8 @@ from controlplane.admission.leases import Leases
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.component import mount
+from controlplane.gateway.dispatch import Dispatch
+from controlplane.gateway.dispatch_metrics import DispatchMetrics
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.lease_metrics import LeaseCollector
@@ -218,6 +220,7 @@ async def running_gateway(
     recorder = Recorder()
     usage = UsageLog(log_path.parent / "usage", redis, gateway="gateway-0", max_bytes=spool_bytes)
     usage.open()
+    board = LoadBoard(settings.stale_after_s)
     gateway = Gateway(
         settings,
         keys=keys,
@@ -230,13 +233,16 @@ async def running_gateway(
             assumed_context=settings.assumed_context,
             on_refused=metrics.quota_refused,
         ),
-        board=LoadBoard(settings.stale_after_s),
+        board=board,
         recorder=recorder,
         request_log=RequestLog(log_path, on_dropped=metrics.log_lines_dropped.inc),
         usage=usage,
         metrics=metrics,
+        dispatch=Dispatch(redis, settings, directory, board, metrics=DispatchMetrics(registry)),
     )
     gateway.open()
+    for model in models:
+        gateway.dispatch.line(model)
     app = Litestar(route_handlers=[mount(gateway)], openapi_config=None)
     port = free_port()
     server = Server(app, address="127.0.0.1", port=port, interface="asgi", log_enabled=False, websockets=False)
@@ -260,6 +266,7 @@ async def running_gateway(
         await quotas.close()
         await keys.close()
         await gateway.close()
+        await redis.aclose()
 
 
 async def _reachable(port: int) -> None:

@@ -1,0 +1,355 @@
+"""One model's line at this gateway: who waits, whom the pool's shared queue lets go, and how long that will take.
+
+Layer: service. Admission decides before a request joins the line; the shared queue decides when it goes. Where nobody
+waits and there is room neither costs a call. It must never choose a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from controlplane.admission import policy
+from controlplane.admission.bands import Band, Lane, lane_of
+from controlplane.admission.dispatch import Waiting, rules_of
+from controlplane.admission.fair_queue import FairQueue, QueueFullError
+from controlplane.admission.pace import Pace
+from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcomer, Queued, QueueLimits, Refusal
+from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, StepCost, predict
+from controlplane.admission.queue import Grant, Rules
+from controlplane.errors import CapacityError
+from controlplane.gateway.credits import Credits
+from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
+from controlplane.gateway.errors import capacity
+from controlplane.gateway.record import RequestRecord
+from controlplane.layers import Layer
+from dataplane.protocol import HEADER_REASON
+
+RULES_S = 0.2
+"""How long the sum of the replicas' credits is used before it is taken again."""
+STEP_BUDGET = 2048
+"""Tokens of an engine's step, where nobody has told."""
+
+
+class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request that wants its turn. `most_input` bounds its prompt, `most_output` its answers, in tokens; `weight` is
+    its tenant's; `objective_s` the TTFT promised to it, `deadline_s` the client's own, both from its arrival.
+    """
+
+    tenant: str
+    weight: float
+    band: Band
+    most_input: int
+    most_output: int
+    deadline_s: float | None = None
+    objective_s: float | None = None
+
+
+class Turn:
+    """A request that was let go; `end` it once, whatever becomes of it."""
+
+    __slots__ = ("_dispatched", "_line", "_modelled_s", "_most_input", "_predicted_s", "_request", "tag")
+
+    def __init__(
+        self, line: Line, request: Waiting, tag: float, most_input: int, prediction: Prediction | None
+    ) -> None:
+        self.tag = tag
+        self._line = line
+        self._request = request
+        self._most_input = most_input
+        self._dispatched = time.monotonic()
+        self._predicted_s = prediction.ttft.value if prediction is not None else None
+        self._modelled_s = prediction.modelled_s if prediction is not None else 0.0
+
+    @property
+    def lane(self) -> Lane:
+        return self._request.lane
+
+    def watch(self, progress: Callable[[], int]) -> None:
+        """`progress` tells the tokens generated so far."""
+        self._line.queue.watch(self._request.request_id, progress)
+
+    def end(self, record: RequestRecord, *, served: bool) -> None:
+        """Give the place back. `served` says that a replica took the request; `record` what it said of it."""
+        line, request = self._line, self._request
+        if not served:
+            line.queue.finish(request.request_id, output=0, read=(0, 0))
+            return
+        line.pace.held(time.monotonic() - self._dispatched)
+        if not record.prompt_tokens:
+            line.queue.finish(request.request_id)
+            return
+        uncached, cached = record.prompt_tokens - record.cached_tokens, record.cached_tokens
+        line.queue.finish(request.request_id, output=record.output_tokens, read=(uncached, cached))
+        line.pace.counted(request.tenant, self._most_input, record.prompt_tokens, cached, record.output_tokens)
+        if record.ttft_s is None:
+            return
+        line.pace.first_token(uncached, record.accepted + record.ttft_s - self._dispatched)
+        if self._predicted_s:
+            line.observed(self._modelled_s, self._predicted_s, record.ttft_s, uncached, cached)
+
+
+class Line:
+    """One model's. `limits` bound it, `wait_s` is the longest that a request stands in it. `open` starts its work."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        model: str,
+        pool: str,
+        gateway: str,
+        *,
+        credits: Credits,
+        metrics: DispatchMetrics,
+        limits: QueueLimits,
+        wait_s: float,
+        rng: random.Random,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.pace = Pace(model)
+        self.queue = FairQueue(redis, pool, gateway, self.rules)
+        self.cost: StepCost | None = None
+        """The pool's published step model."""
+        self._weights: dict[str, float] = {}
+        self.queue.adopt_weights(self._weights)
+        self._credits = credits
+        self._metrics = metrics
+        self._limits = limits
+        self._wait_s = wait_s
+        self._rng = rng
+        self._calibration = Calibration(pool=pool)
+        self._promised_until = 0.0
+        self._queued: dict[str, Queued] = {}
+        self._uncached: dict[str, int] = {}
+        self._serial = 0
+        self._name = gateway
+        self._rules = Rules(0, 0, 1, 0, 0)
+        self._replicas = 0
+        self._rules_until = 0.0
+        self._work: list[asyncio.Task[None]] = []
+
+    def open(self, kept: Callable[[str, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]) -> None:
+        """Start taking turns, in this loop."""
+        self._work = [
+            asyncio.create_task(kept(name, run), name=f"gateway {name}")
+            for name, run in (
+                (f"turns of {self.pool}", self.queue.run()),
+                (f"pokes of {self.pool}", self.queue.listen()),
+            )
+        ]
+
+    async def close(self) -> None:
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+
+    def rules(self) -> Rules:
+        """What the model's replicas hold together."""
+        now = time.monotonic()
+        if now >= self._rules_until:
+            credits = self._credits.of(self.model)
+            self._rules, self._replicas = rules_of(credits), len(credits)
+            self._rules_until = now + RULES_S
+        return self._rules
+
+    def changed(self) -> None:
+        """The fleet has changed: what it holds is to be summed anew."""
+        self._rules_until = 0.0
+        if self._queued:
+            self.queue.wake()
+
+    @property
+    def idle(self) -> bool:
+        return not self._queued and not len(self.queue)
+
+    @property
+    def long_runs(self) -> bool:
+        """Whether any gateway's long prompt runs, as last heard."""
+        return self.queue.last is not None and self.queue.last.long > 0
+
+    def state(self, epoch: int) -> QueueState:
+        last = self.queue.last
+        return QueueState(
+            model=self.model,
+            waiting=Counter(each.band for each in self._queued.values()),
+            slots=self.rules().slots,
+            taken=last.slots if last is not None else 0,
+            away=self.queue.away,
+            epoch=epoch,
+        )
+
+    async def turn(self, newly: Newly) -> Turn:
+        """Wait for the request's turn. Raises CapacityError (503) when it is refused at once or in the end."""
+        if not self.rules().slots:
+            raise capacity(f"No replica of {self.model!r} can take requests; try again.", "no_capacity")
+        now = time.time()
+        uncached, cached = self.pace.prompt(newly.tenant, newly.most_input)
+        request = self._request(newly, uncached, cached, now)
+        self._weights[newly.tenant] = newly.weight
+        if newly.deadline_s is None and (grant := self.queue.at_once(request)) is not None:
+            self._metrics.went_at_once(newly.band)
+            return Turn(self, request, grant.tag, newly.most_input, None)
+        prediction = self._predict(request)
+        self._admit(newly, request, prediction, now)
+        late = self.queue.at_once(request)
+        if late is not None:
+            self._metrics.went_at_once(newly.band)
+            return Turn(self, request, late.tag, newly.most_input, prediction)
+        grant = await self._stand(request, now)
+        self._metrics.went(newly.band, max(0.0, time.time() - now))
+        return Turn(self, request, grant.tag, newly.most_input, prediction)
+
+    def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
+        """Everybody who waits gives up."""
+        for request_id in list(self._queued):
+            self.queue.leave(request_id, error())
+
+    def observed(self, modelled_s: float, predicted_s: float, ttft_s: float, uncached: int, cached: int) -> None:
+        """A stream whose TTFT was predicted has had its first token."""
+        self._metrics.ratio.observe(ttft_s / predicted_s)
+        self._calibration = self._calibration.observed(modelled_s, ttft_s, uncached=uncached, cached=cached)
+
+    def _request(self, newly: Newly, uncached: int, cached: int, now: float) -> Waiting:
+        self._serial += 1
+        own = PATIENCE_S if newly.deadline_s is None else newly.deadline_s
+        promised = PATIENCE_S if newly.objective_s is None else newly.objective_s
+        return Waiting(
+            request_id=f"{self._name}-{self._serial}",
+            tenant=newly.tenant,
+            lane=lane_of(uncached, self._limits.long_prompt),
+            band=newly.band,
+            deadline_at=now + min(own, promised),
+            uncached=uncached,
+            cached=cached,
+            output=self.pace.output(newly.most_output),
+        )
+
+    def _admit(self, newly: Newly, request: Waiting, prediction: Prediction | None, now: float) -> None:
+        """Join the line, after those were shed who must make room. Raises CapacityError."""
+        snapshot = AdmissionSnapshot(
+            pool=self.pool,
+            request=Newcomer(
+                request_id=request.request_id,
+                tenant=request.tenant,
+                band=request.band,
+                uncached=request.uncached,
+                cached=request.cached,
+                arrived_at=now,
+                deadline_at=None if newly.deadline_s is None else now + newly.deadline_s,
+            ),
+            queued=tuple(self._queued.values()),
+            limits=self._limits,
+            weights=self._weights,
+            objective_s=newly.objective_s,
+            prediction=prediction,
+            promised_until=self._promised_until,
+        )
+        admission = policy.decide(snapshot, now, self._rng).choice
+        assert admission is not None, "admission always chooses"
+        self._promised_until = admission.promised_until
+        if admission.refusal is not None:
+            self._metrics.was_refused(request.band, admission.refusal.code)
+            raise _refused(admission.refusal, prediction)
+        for victim in admission.shed:
+            shed = self._queued.pop(victim)
+            wait = max(1, round(prediction.wait_s)) if prediction is not None else 1
+            if self.queue.leave(victim, _shed(wait)):
+                self._metrics.was_refused(shed.band, "shed")
+
+    async def _stand(self, request: Waiting, now: float) -> Grant:
+        name = request.request_id
+        self._queued[name] = Queued(
+            request_id=name, tenant=request.tenant, lane=request.lane, band=request.band, arrived_at=now
+        )
+        self._uncached[name] = request.uncached
+        timer = asyncio.get_running_loop().call_later(self._wait_s, self.queue.leave, name, _waited_out(self._wait_s))
+        try:
+            return await self.queue.turn_of(request)
+        except QueueFullError:
+            self._metrics.was_refused(request.band, "queue_full")
+            raise capacity(
+                "The pool's queue takes no more requests; try again.", "queue_full", layer=Layer.SCHEDULING
+            ) from None
+        except CapacityError as error:
+            if error.code == "queue_wait_exceeded":
+                self._metrics.was_refused(request.band, error.code)
+            raise
+        finally:
+            timer.cancel()
+            self._queued.pop(name, None)
+            del self._uncached[name]
+
+    def _predict(self, request: Waiting) -> Prediction | None:
+        cost, last = self.cost or self.pace.cost(), self.queue.last
+        if cost is None or last is None or not self._replicas:
+            return None
+        rules = self.rules()
+        load = PoolLoad(
+            replicas=self._replicas,
+            slots=rules.slots,
+            running=last.slots,
+            tokens=rules.tokens,
+            held=last.tokens,
+            budget=STEP_BUDGET,
+            hold_s=self.pace.hold_s,
+        )
+        return predict(
+            cost,
+            load,
+            self._ahead(request, last.waiting),
+            self._calibration,
+            uncached=request.uncached,
+            cached=request.cached,
+            output=request.output,
+        )
+
+    def _ahead(self, request: Waiting, waiting: int) -> Ahead:
+        """Who goes before `request`, in all gateways: of its tenant those that stand here, and of the others as many
+        for each of these as their weights say, but no more than wait in its band or one before it.
+        """
+        before = [each for each in self._queued.values() if each.band <= request.band and each.lane is request.lane]
+        if not before:
+            return Ahead()
+        counts = Counter(each.tenant for each in before)
+        everyone = len(before) * max(1.0, waiting / max(1, len(self._queued)))
+        weights = {tenant: self._weights.get(tenant, 1.0) for tenant in (*counts, request.tenant)}
+        turns = (counts[request.tenant] + 1) * sum(weights.values()) / weights[request.tenant] - 1
+        requests = round(min(everyone, turns))
+        uncached = sum(self._uncached[each.request_id] for each in before) / len(before)
+        return Ahead(requests=requests, uncached=round(uncached * requests), tokens=round(request.tokens * requests))
+
+
+def _refused(refusal: Refusal, prediction: Prediction | None) -> CapacityError:
+    """What the client is told; one that need not come back is told so."""
+    told = f"; predicted-ttft={prediction.ttft.value:.3g}s" if prediction is not None else ""
+    reason = f"{refusal.code}; layer={refusal.layer.value}{told}"
+    if refusal.retry_after_s is None:
+        headers = {HEADER_REASON: reason, "x-should-retry": "false"}
+    else:
+        headers = {"retry-after": str(refusal.retry_after_s), HEADER_REASON: f"{reason}; retry-after=estimate"}
+    return CapacityError(refusal.message, code=refusal.code, layer=refusal.layer, headers=headers)
+
+
+def _shed(retry_after_s: int) -> CapacityError:
+    return capacity(
+        "The line is full and another request goes first; try again.",
+        "shed",
+        layer=Layer.SCHEDULING,
+        retry_after_s=min(policy.MAX_RETRY_AFTER_S, retry_after_s),
+    )
+
+
+def _waited_out(wait_s: float) -> CapacityError:
+    return capacity(
+        f"No replica had room for the request within {wait_s:g} s; try again.",
+        "queue_wait_exceeded",
+        layer=Layer.SCHEDULING,
+    )
