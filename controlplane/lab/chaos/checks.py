@@ -66,6 +66,9 @@ class Allowed:
     unanswered: bool = False
 
 
+NOTHING_ALLOWED = Allowed()
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Ledger against engines. `tokens` is ledger less engines over the attempts that engines counted; `told_by_others`
@@ -76,6 +79,9 @@ class Difference:
     attempts: int
     told_by_others: int
     problems: tuple[str, ...]
+
+
+NO_DIFFERENCE = Difference(0, 0, 0, ())
 
 
 def compare(engines: Mapping[str, Tokens], ledger: Mapping[str, Row]) -> Difference:
@@ -111,13 +117,14 @@ def leak(standings: Iterable[Standing], gateways: Mapping[str, float], deferred:
     return int(max([*held, *gateways.values(), *deferred.values()], default=0))
 
 
-def in_flight(leaked: int, waited_s: float, ttl_s: float) -> list[str]:
-    """Nothing is held once the time of leases is over."""
-    if leaked <= 0:
+def in_flight(leaked: int | None, waited_s: float, ttl_s: float) -> list[str]:
+    """Nothing is held once the time of leases is over; None says that not everybody could be asked."""
+    if leaked == 0:
         return []
-    return [
-        f"{leaked} are still counted as in flight {waited_s:.0f} s after the last request (leases last {ttl_s:g} s)"
-    ]
+    after = f"{waited_s:.0f} s after the last request (leases last {ttl_s:g} s)"
+    if leaked is None:
+        return [f"it cannot be told what is in flight {after}"]
+    return [f"{leaked} are still counted as in flight {after}"]
 
 
 def answers(seen: Answers, allowed: Allowed) -> list[str]:

@@ -30,6 +30,8 @@ class RecordedBook(UsageBook):
         super().__init__(who)
         for record in read_records(path):
             super().keep(record)
+        if path.exists():  # a line that a kill cut short
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def keep(self, record: UsageRecord) -> None:

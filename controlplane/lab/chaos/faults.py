@@ -15,7 +15,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from controlplane.lab.chaos import watch
-from controlplane.lab.chaos.checks import Allowed
+from controlplane.lab.chaos.checks import NOTHING_ALLOWED, Allowed
 from controlplane.lab.chaos.deployment import ENGINES, GATEWAYS, Deployment, faketime
 from controlplane.local.errors import LocalError
 
@@ -40,7 +40,7 @@ class Fault:
     inject: Callable[[Deployment, float], None]
     seconds: tuple[float, float]
     expected: tuple[str, ...]
-    allowed: Allowed = Allowed()
+    allowed: Allowed = NOTHING_ALLOWED
     missing: Callable[[], str] = str
     """Why it cannot be injected here, empty when it can."""
 

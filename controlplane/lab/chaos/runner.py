@@ -15,7 +15,7 @@ from rich.console import Console
 
 from controlplane.lab.bench.report import Report, Section, Table
 from controlplane.lab.chaos import books, checks
-from controlplane.lab.chaos.checks import Answers, Difference, Standing
+from controlplane.lab.chaos.checks import NO_DIFFERENCE, Answers, Difference, Standing
 from controlplane.lab.chaos.deployment import LEASE_TTL_S, Deployment
 from controlplane.lab.chaos.faults import FAULTS, Fault
 from controlplane.lab.chaos.load import Load, summed
@@ -37,8 +37,8 @@ class Finding:
     name: str
     what: str
     answers: Answers = field(default_factory=Answers)
-    difference: Difference = Difference(0, 0, 0, ())
-    leaked: int = 0
+    difference: Difference = NO_DIFFERENCE
+    leaked: int | None = None
     freed_s: float = 0.0
     recovered_s: float | None = None
     states: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ def _quiet(watch: Watch, load: Load, lifted: float) -> bool:
 
 
 def _freed(deployment: Deployment, watch: Watch, finding: Finding) -> list[Standing]:
-    """Wait until nothing is counted as in flight, at most until leases have surely expired. Where the counters stand."""
+    """Wait until nothing is counted as in flight or leases have surely expired; where the counters stand then."""
     standings: list[Standing] = []
 
     def free() -> bool:
@@ -131,9 +131,10 @@ def _freed(deployment: Deployment, watch: Watch, finding: Finding) -> list[Stand
         held, waiting = (
             watch.gauge(f"tidegate_gateway_{name}") for name in ("leases_in_flight", "lease_endings_waiting")
         )
-        finding.leaked = checks.leak(
-            standings, gateways | {f"{name} leases": one for name, one in held.items()}, waiting
-        )
+        if not standings or any(len(each) < len(deployment.gateway_ports) for each in (gateways, held, waiting)):
+            return False
+        gateways |= {f"{name} leases": one for name, one in held.items()}
+        finding.leaked = checks.leak(standings, gateways, waiting)
         return finding.leaked == 0
 
     deployment.until(free, FREED_WITHIN_S)
@@ -201,7 +202,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
         str(answers.unauthorised),
         f"{difference.tokens:+,} ({difference.attempts:,}{others})" if difference.tokens else
         f"0 ({difference.attempts:,}{others})",
-        str(finding.leaked),
+        "unknown" if finding.leaked is None else str(finding.leaked),
         "not" if finding.recovered_s is None else f"{finding.recovered_s:.1f}",
         ", ".join(finding.states) or "none",
         "yes" if not finding.problems else "NO: " + "; ".join(finding.problems),
