@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from celery import Celery
 from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from controlplane.lab.chaos import watch
 from controlplane.lab.chaos.checks import NOTHING_ALLOWED, Allowed
@@ -89,7 +90,7 @@ def _worker_mid_task(deployment: Deployment, seconds: float) -> None:
     def in_a_task() -> bool:
         try:
             return any((inspect.active() or {}).values())
-        except (OperationalError, OSError):
+        except (OperationalError, RedisError, OSError):
             return False
 
     deployment.signal_tree("postgres", signal.SIGSTOP)

@@ -20,6 +20,7 @@ from controlplane.lab.chaos.deployment import LEASE_TTL_S, Deployment
 from controlplane.lab.chaos.faults import FAULTS, Fault
 from controlplane.lab.chaos.load import Load, summed
 from controlplane.lab.chaos.watch import Watch
+from controlplane.local.errors import LocalError
 from controlplane.tenants.admin_client import AdminApiError
 
 RATE, QUICK_RATE = 24.0, 12.0
@@ -47,7 +48,7 @@ class Finding:
 
 
 def run(*, only: Collection[str], quick: bool, seed: int, console: Console, tell: Callable[[str], None]) -> Report:
-    """Inject `only`, or all. Raises LocalError when the deployment does not start or a fault cannot be injected."""
+    """Inject `only`, or all. Raises LocalError when the deployment does not start."""
     rate = QUICK_RATE if quick else RATE
     case = {"quick": quick, "requests_per_s": rate, "lease_ttl_s": LEASE_TTL_S}
     report = Report("chaos", case, seed)
@@ -89,7 +90,10 @@ def _one(deployment: Deployment, watch: Watch, load: Load, fault: Fault, seconds
     with load:
         deployment.turn(WARM_S)
         watch.take()
-        fault.inject(deployment, seconds)
+        try:
+            fault.inject(deployment, seconds)
+        except LocalError as error:
+            finding.problems.append(f"it could not be injected: {error.message}")
         lifted = time.monotonic()
         quiet = deployment.until(lambda: _quiet(watch, load, lifted), RECOVERED_WITHIN_S)
         finding.states = tuple(sorted(watch.take()))
@@ -101,7 +105,7 @@ def _one(deployment: Deployment, watch: Watch, load: Load, fault: Fault, seconds
     standings = _freed(deployment, watch, finding)
     finding.freed_s = time.monotonic() - stopped
     finding.difference = _settled(deployment)
-    finding.problems = [
+    finding.problems += [
         *checks.answers(finding.answers, fault.allowed),
         *checks.states(finding.states, fault.expected),
         *checks.recovery(finding.recovered_s, RECOVERED_WITHIN_S),
