@@ -17,7 +17,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := $(if $(shell test -t 2 && echo terminal),,-qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up doctor bench-gateway test test-all chromium lint format types imports check hooks wheel lock clean
+.PHONY: help install up doctor bench-gateway chaos test test-all chromium lint format types imports check hooks wheel lock clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ doctor: $(RUNTIME) ## Print what was found on this machine and what is wrong.
 
 bench-gateway: $(RUNTIME) ## Measure what the gateway costs (as root it may install wrk).
 	@$(VENV)/bin/tidegate bench gateway --install $(ARGS)
+
+chaos: $(RUNTIME) ## Break a running deployment in turn, under load, and check what must hold.
+	@$(VENV)/bin/tidegate chaos $(ARGS)
 
 test: $(DEVELOPMENT) chromium ## Run the default tests.
 	$(VENV)/bin/python -m pytest $(ARGS)

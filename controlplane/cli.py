@@ -33,6 +33,7 @@ COMMANDS = {
     "worker": ("controlplane.serve:worker", "Run the Celery worker, with beat."),
     "db": ("controlplane.serve:db", "Migrate the database."),
     "engine": ("dataplane.cli:engine", "Run or try the engine alone."),
+    "chaos": ("controlplane.lab.chaos.cli:chaos", "Break a running deployment in turn, and check what must hold."),
     "bench": ("controlplane.lab.bench.cli:bench", "Measure the engine, its policies and the gateway, with controls."),
 }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 from litestar import get
@@ -30,6 +31,31 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     redis: str
 
 
+class StoreProbe:
+    """Asks one store by `ask`, one question at a time. It never waits for longer than `PROBE_TIMEOUT_S`, not even for a
+    question to be given up: a driver whose server is frozen takes its time for that.
+    """
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Task[None] | None = None
+        self._given_up = False
+
+    async def word(self) -> str:
+        """ "ok", or "away" when the store has not answered, or not the question before this one."""
+        if self._asking is None or self._asking.done():
+            self._asking, self._given_up = asyncio.create_task(self._ask()), False
+        if self._given_up:
+            return "away"
+        asking = self._asking
+        done, _ = await asyncio.wait({asking}, timeout=PROBE_TIMEOUT_S)
+        if not done:
+            self._given_up = asking.cancel()
+            asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            return "away"
+        return "ok" if asking.exception() is None else "away"  # whatever the driver raises, the store is not there
+
+
 class HealthProbe:
     """One process's probe; concurrent callers share one look."""
 
@@ -37,13 +63,14 @@ class HealthProbe:
         self._resources = resources
         self._role = role
         self._lock = asyncio.Lock()
+        self._postgres, self._redis = StoreProbe(self._ask_postgres), StoreProbe(self._ask_redis)
         self._seen: Health | None = None
         self._seen_at = 0.0
 
     async def look(self) -> Health:
         async with self._lock:
             if self._seen is None or time.monotonic() - self._seen_at > FRESH_S:
-                postgres, redis = await asyncio.gather(_word(self._ask_postgres()), _word(self._ask_redis()))
+                postgres, redis = await asyncio.gather(self._postgres.word(), self._redis.word())
                 self._seen = Health(status="ok", role=self._role, postgres=postgres, redis=redis)
                 self._seen_at = time.monotonic()
             return self._seen
@@ -54,15 +81,6 @@ class HealthProbe:
 
     async def _ask_redis(self) -> None:
         await self._resources.redis.ping()
-
-
-async def _word(ask: Awaitable[None]) -> str:
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await ask
-    except Exception:  # whatever the driver raises, the answer is that the store is not there
-        return "away"
-    return "ok"
 
 
 @get("/healthz", tags=["process"], operation_id="health", summary="Is this process alive?")

@@ -146,6 +146,8 @@ class Leases:
         lua: Mapping[str, scripts.Script] | None = None,
     ) -> None:
         self.tally = Tally()
+        self.clock_offset_s = 0.0
+        """How far this process's clock is ahead of the store's, as of the last lease taken."""
         self._lua = lua or scripts.register(store)
         self._deadline_s = deadline_s
         self._ttl_s = ttl_s
@@ -200,6 +202,8 @@ class Leases:
         if isinstance(outcome, Granted):
             if outcome.repeated and lease_id in self._held:
                 return msgspec.structs.replace(outcome, lease=self._held[lease_id])
+            if not outcome.repeated:
+                self.clock_offset_s = self._wall() - outcome.lease.taken_at
             self._held[lease_id] = outcome.lease
         return outcome
 

@@ -90,7 +90,7 @@ class Exchange:
             send = capture.tap(send)
         try:
             self._require(Scope.INFERENCE)
-            with gateway.slot():
+            with gateway.slot(self._grant.identity):
                 body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
                 record.accepted += waited
                 record.at += waited

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from controlplane.admission.answers import Lease
+from controlplane.admission.retry import Comebacks
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
 from controlplane.gateway.dispatch import Dispatch
@@ -75,6 +76,7 @@ class Gateway:
         self.dispatch = dispatch
         self.retries = RetryBudget()
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
+        self._comebacks = Comebacks(settings.max_in_flight, self.rng)
         self._upstream: Upstream | None = None
         self._counter: PromptCounter | None = None
         self.draining = False
@@ -115,22 +117,25 @@ class Gateway:
         return self._in_flight
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Room for one more request, given back however it ends. Raises CapacityError (503) at once when there is
-        none.
+    def slot(self, key: str) -> Iterator[None]:
+        """Room for one more request of the key of identity `key`, given back however it ends. Raises CapacityError
+        (503) at once when there is none, or the last of it is kept for who was told to come back now.
         """
         if self.draining:
             raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
-        if self._in_flight >= self.settings.max_in_flight:
-            raise capacity("Too many requests are in flight; try again.", "too_many_in_flight")
         if not self.usage.accepting:
             raise capacity("The gateway has no room left to record what requests use; try again.", "usage_spool_full")
+        now = time.monotonic()
+        if not self._comebacks.admits(key, self._in_flight, now):
+            seconds = self._comebacks.refuse(key, now)
+            raise capacity("Too many requests are in flight; try again.", "too_many_in_flight", retry_after_s=seconds)
         self._in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
             self._in_flight -= 1
+            self._comebacks.ended(time.monotonic())
             if not self._in_flight:
                 self._idle.set()
 

@@ -49,6 +49,11 @@ class LeaseCollector(Collector):
                 "1 while Redis does not answer; limits then act as they declare.",
                 leases.is_away,
             ),
+            (
+                "clock_offset_seconds",
+                "How far this gateway's clock is ahead of that of Redis, as of the last lease.",
+                leases.clock_offset_s,
+            ),
         ):
             yield GaugeMetricFamily(f"tidegate_gateway_{name}", text, value=float(value))
 

@@ -153,3 +153,41 @@ def fairness(*, seed: int, quick: bool, json_path: Path | None) -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     emit(report, json_path)
+
+
+@bench.command("retry-after")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the requests.")
+@click.option("--quick", is_flag=True, help="Fewer requests.")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    help="Folder of public traces (azure2023, vtc), or one file.  [default: ../shared/traces where it is]",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to a file too."
+)
+def retry_after(*, seed: int, quick: bool, traces: Path | None, json_path: Path | None) -> None:
+    """Replay refusals: of those who wait exactly Retry-After, how many pass?"""
+    from controlplane.lab.bench.report import emit
+    from controlplane.lab.retry.bench import run
+    from controlplane.local.errors import LocalError
+
+    def tell(what: str) -> None:
+        click.echo(f"{what} …", err=True)
+
+    try:
+        report = run(seed=seed, quick=quick, traces=traces or default_traces(), tell=tell)
+    except LocalError as error:
+        click.echo(f"Error: {error.message}", err=True)
+        sys.exit(error.code)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--traces") from None
+    for name, reason in report.results["skipped"].items():
+        click.echo(f"skipped the trace {name}: {reason}", err=True)
+    emit(report, json_path)
+
+
+def default_traces() -> Path | None:
+    """The folder beside the checkout that holds public traces, if there is one."""
+    folder = Path(__file__).parents[4] / "shared" / "traces"
+    return folder if folder.is_dir() else None

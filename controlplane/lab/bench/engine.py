@@ -15,6 +15,7 @@ import re
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import click
@@ -64,7 +65,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         self._transport = None
         if self._stream is not None:
-            self._stream.abandon()
+            self._stream.leave()
 
     def pause_writing(self) -> None:
         self.paused = True
@@ -134,16 +135,17 @@ class Connection(asyncio.Protocol):
         begun = time.time()
 
         def over() -> None:
-            self._note(head, tokens, begun)
+            self._note(head, tokens, begun=begun)
             self.answered()
 
         if not ask.stream:
             return lambda: over() if self.write(self._engine.answers.whole(tokens)) else None
         usage = ask.stream_options is not None and ask.stream_options.include_usage
-        self._stream = stream = Stream(self, self._engine, tokens, usage=usage, on_over=over)
+        left = partial(self._note, head, begun=begun)
+        self._stream = stream = Stream(self, self._engine, tokens, usage=usage, on_over=over, on_left=left)
         return lambda: stream.begin(pace)
 
-    def _note(self, head: bytes, tokens: int, begun: float) -> None:
+    def _note(self, head: bytes, tokens: int, *, begun: float) -> None:
         book = self._engine.usage
         if book is not None and (attempt := _ATTEMPT.search(head)):
             book.add(head, attempt[1].decode("latin-1"), wire.PROMPT_TOKENS, tokens, begun)
@@ -156,16 +158,26 @@ class Connection(asyncio.Protocol):
 class Stream:
     """One streamed answer; `step` writes one token."""
 
-    __slots__ = ("_connection", "_engine", "_left", "_number", "_on_over", "_over", "_tokens", "_usage", "_word")
+    __slots__ = (
+        "_connection", "_engine", "_left", "_number", "_on_left", "_on_over", "_over", "_tokens", "_usage", "_word",
+    )  # fmt: skip
 
     def __init__(
-        self, connection: Connection, engine: Engine, tokens: int, *, usage: bool, on_over: Callable[[], None]
+        self,
+        connection: Connection,
+        engine: Engine,
+        tokens: int,
+        *,
+        usage: bool,
+        on_over: Callable[[], None],
+        on_left: Callable[[int], None],
     ) -> None:
         self._connection = connection
         self._engine = engine
         self._tokens = self._left = tokens
         self._usage = usage
         self._on_over = on_over
+        self._on_left = on_left
         self._word = 0
         self._over = False
         self._number = -1
@@ -195,13 +207,19 @@ class Stream:
             token = answers.tokens[self._word]
             self._word = (self._word + 1) % len(answers.tokens)
             if not self._connection.write(token):
-                self.abandon()
+                self.leave()
             return not self._over
         self._end()
         return False
 
+    def leave(self) -> None:
+        """The client has gone; what it was sent is used."""
+        if not self._over:
+            self._on_left(self._tokens - self._left)
+        self.abandon()
+
     def abandon(self) -> None:
-        """The client has gone."""
+        """Nothing more is sent."""
         self._over = True
         self._engine.waiting.pop(self._number, None)
 

@@ -67,8 +67,7 @@ class UsageBook:
         """A request has ended; `head` is its HTTP head, which says whose it was."""
         named = {name.lower(): value.decode("latin-1") for name, value in _NAMES.findall(head)}
         who = self._who
-        self.added += 1
-        self._waiting.append(
+        self.keep(
             UsageRecord(
                 attempt_id=attempt,
                 request_id=named.get(HEADER_REQUEST.encode(), ""),
@@ -86,6 +85,11 @@ class UsageBook:
                 output_tokens=output,
             )
         )
+
+    def keep(self, record: UsageRecord) -> None:
+        """Tell it until it is acknowledged."""
+        self.added += 1
+        self._waiting.append(record)
         if len(self._waiting) >= USAGE_PER_REPORT:
             self.crowded.set()
 

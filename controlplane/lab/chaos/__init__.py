@@ -1,0 +1,1 @@
+"""Faults injected into a real deployment under load, and what must hold after each."""
