@@ -6,6 +6,7 @@ another replica may be tried.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 
 from controlplane.gateway.http_client import (
@@ -77,3 +78,4 @@ class Upstream:
 
     async def close(self) -> None:
         self._pool.close()
+        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
