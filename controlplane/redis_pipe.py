@@ -106,6 +106,7 @@ class ScriptPipe:
             await asyncio.gather(self._opening, return_exceptions=True)
         if self._connection is not None:
             self._connection.give_up(RedisConnectionError("The connection to Redis was closed"))
+            await asyncio.sleep(0)  # the socket is closed in the loop's next turn
 
     async def _send_opening(self, command: bytes) -> Any:
         """Wait for the connection, which all who need it open together."""

@@ -6,6 +6,7 @@ another replica may be tried. It must never connect to an address that replicas 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 
 from controlplane.fleet.addresses import replica_policy
@@ -82,3 +83,4 @@ class Upstream:
 
     async def close(self) -> None:
         self._pool.close()
+        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
