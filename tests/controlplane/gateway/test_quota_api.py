@@ -385,7 +385,9 @@ async def test_scopes_paths_methods_and_bad_input_are_refused_by_name(gateway: D
     assert code(await ask(gateway, key, "/nothing"))[:2] == (404, "unknown_url")
     assert code(await ask(gateway, key, "", **more))[:2] == (405, "method_not_allowed")
     assert code(await ask(gateway, key, "?limits=3")) == (400, "unknown_parameter", "limits")
+    assert code(await ask(gateway, key, "?" + "&".join(f"a{n}=1" for n in range(99))))[0] == 400
     assert code(await ask(gateway, key, "?limit=0")) == (400, "invalid_request", "limit")
+    assert code(await ask(gateway, key, "/requests?after=%00")) == (400, "invalid_request", "after")
     assert code(await ask(gateway, key, "?after=x")) == (400, "invalid_request", "after")
     bad = {
         "hard": [{**more, "hard": 10}, {**more, "hard": "20"}, {**more, "hard": 10**16}],
