@@ -111,10 +111,10 @@ class QuotaRoutes:
         zone, now = zone_of(tenant.quotas.time_zone), self._wall()
         open_ones = [limit for limit in limits if _told(limit, used[limit.quota_id], now) is None]
         rates = await self._desk.rates(grant, open_ones) if open_ones else {}
-        data = [_future(limit, used[limit.quota_id], rates.get(limit.quota_id), now) for limit in limits]
+        futures = [_future(limit, used[limit.quota_id], rates.get(limit.quota_id), now) for limit in limits]
         told = [
             views.quota_forecast(limit, used[limit.quota_id], one, rates.get(limit.quota_id), zone=zone, now=now)
-            for limit, one in zip(limits, data, strict=True)
+            for limit, one in zip(limits, futures, strict=True)
         ]
         return views.QuotaList(data=told, has_more=more, next=told[-1].id if more else None)
 
@@ -135,8 +135,11 @@ class _Query:
     """A request's query parameters, each of which must be asked for once: `done` refuses those nobody knows."""
 
     def __init__(self, scope: HTTPScope) -> None:
-        pairs = parse_qsl(scope["query_string"][:4096].decode("latin-1"), keep_blank_values=True, max_num_fields=16)
-        self._left = dict(pairs)
+        text = scope["query_string"][:4096].decode("latin-1")
+        try:
+            self._left = dict(parse_qsl(text, keep_blank_values=True, max_num_fields=16))
+        except ValueError:
+            raise InvalidRequestError("There are too many query parameters.", code="unknown_parameter") from None
 
     def text(self, name: str) -> str | None:
         return self._left.pop(name, None)

@@ -27,6 +27,10 @@ ROUNDS = 4
 """Windows moved on, counters found cold: no honest store needs more."""
 SUM_S = 1.0
 """Longest wait for one sum of the ledger."""
+SUMS_S = 2.5
+"""Longest wait for all sums of one answer; those not begun by then count as away."""
+SUMS_AT_ONCE = 3
+"""Of the process's connections; the others are for keys, limits and the fleet."""
 MOST_SUMS = 16
 """Sums of the ledger for one answer."""
 
@@ -72,6 +76,7 @@ class UseReader:
     """Reads the use of limits. `sum_ledger` sums one limit's window; whatever it raises means that it cannot tell."""
 
     def __init__(self, leases: Leases, sum_ledger: LedgerSum, *, wall: Callable[[], float] = time.time) -> None:
+        self._slots = asyncio.Semaphore(SUMS_AT_ONCE)
         self._leases = leases
         self._sum = sum_ledger
         self._wall = wall
@@ -121,13 +126,14 @@ class UseReader:
     async def _from_ledger(
         self, grant: KeyGrant, tenant: TenantLimits, counters: dict[str, ColdCounter]
     ) -> dict[str, LimitUse]:
-        found, away = {}, False
+        found, away, begun = {}, False, time.monotonic()
         for number, (quota_id, counter) in enumerate(counters.items()):
             now, resets_at = self._wall(), float(counter.stop)
+            away = away or time.monotonic() - begun > SUMS_S
             why = Unknown.LEDGER_AWAY if away else Unknown.TOO_MANY if number >= MOST_SUMS else None
             if why is None:
                 try:
-                    async with asyncio.timeout(SUM_S):
+                    async with asyncio.timeout(SUM_S), self._slots:
                         used, until = await self._sum(grant, tenant.limit(quota_id), counter)
                 except Exception:  # whatever it was, the ledger did not tell
                     away, why = True, Unknown.LEDGER_AWAY
