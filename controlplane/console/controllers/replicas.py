@@ -6,7 +6,6 @@ import time
 
 from litestar import Response, get
 from litestar.di import NamedDependency
-from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
@@ -48,9 +47,12 @@ async def dispatch(
     resources: NamedDependency[Resources],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
-) -> Response[str] | Redirect:
+) -> Response[str]:
     """Who waits for each pool and what was planned: a panel of the Replicas page."""
-    if not wants_fragment(request):
-        return Redirect("/replicas")
-    lines = await standings(session, resources.redis, time.time())
-    return console.answer(request, "dispatch/_panel.html", user=current_user, section="replicas", lines=lines)
+    return console.answer(
+        request,
+        "dispatch/_panel.html" if wants_fragment(request) else "dispatch/page.html",
+        user=current_user,
+        section="replicas",
+        lines=await standings(session, resources.redis, time.time()),
+    )
