@@ -25,6 +25,7 @@ from controlplane.settings import Settings, SettingsError
 from controlplane.worker import ExpectedEnd, JobContext
 from tests.controlplane.canaries.conftest import Site
 from tests.controlplane.canaries.test_proof import nothing_is_enforced
+from tests.controlplane.gateway.deployment import Accounts
 
 HOUR = 3600.0
 NOW = datetime(2026, 11, 30, 12, tzinfo=UTC)
@@ -155,6 +156,19 @@ async def test_a_run_that_was_asked_for_comes_beside_the_schedule(jobs: Jobs) ->
     assert all(one.not_run_at < two.not_run_at for one, two in zip(before, after, strict=True))  # type: ignore[operator]
     await jobs.whole()
     assert await jobs.known() == after
+
+
+async def test_what_waited_for_a_replica_is_run_as_soon_as_there_is_one(jobs: Jobs) -> None:
+    await jobs.whole()
+    await jobs.run(tasks.claim_run)
+    assert jobs.published == []
+    accounts = Accounts(jobs.settings)
+    await accounts.pool("pool-m", "m")
+    await accounts.replica("r0", "pool-m", "http://127.0.0.1:9")
+    await accounts.close()
+    await jobs.run(tasks.claim_run)
+    await jobs.run(tasks.claim_run)
+    assert len(jobs.published) == 1, "one run, not one a tick"
 
 
 async def test_f5_a_limit_that_breaks_turns_to_failing_and_back_when_it_is_mended(
