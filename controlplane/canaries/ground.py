@@ -20,6 +20,7 @@ from controlplane.admission.answers import Cold
 from controlplane.admission.charges import Use, charges_for
 from controlplane.admission.leases import Leases
 from controlplane.canaries.schemas import Cell
+from controlplane.canaries.service import NO_REPLICA
 from controlplane.canaries.verdict import Limited
 from controlplane.db import transaction
 from controlplane.errors import NotFoundError
@@ -149,7 +150,7 @@ async def _model(session: AsyncSession) -> tuple[str, tuple[str, ...]]:
     """A served model and its pools: one that is charged for, if there is any, so that money can be proven."""
     served = sorted(await fleet.served_models(session))
     if not served:
-        raise NoGroundError("no replica is ready")
+        raise NoGroundError(NO_REPLICA)
     pools = await fleet.list_pools(session)
     now, prices = time.time(), await price_service.prices_in_force(session)
     of = {model: tuple(pool.name for pool in pools if pool.model == model) for model in served}

@@ -108,6 +108,13 @@ async def keep_cells(session: AsyncSession, cells: Sequence[Cell]) -> None:
     )
 
 
+async def lacked(session: AsyncSession, why: str) -> bool:
+    """Whether no run is due and the last one left a canary untried for this reason."""
+    undone = select(CanaryRunRow.window_start).where(CanaryRunRow.done_at.is_(None)).exists()
+    query = select(Canary.id).where(Canary.why == why, ~undone).limit(1)
+    return await session.scalar(query) is not None
+
+
 async def due(session: AsyncSession, window_start: int, limit: int) -> list[Canary]:
     """Canaries that this run has not come to, in their order."""
     query = select(Canary).where(Canary.window_start < window_start).order_by(Canary.id).limit(limit)

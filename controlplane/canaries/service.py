@@ -34,6 +34,7 @@ from controlplane.quotas.schemas import QuotaKind, QuotaLevel
 
 CLAIM_TTL_S = 60.0
 """A worker that writes nothing for so long loses its run to whoever asks next."""
+NO_REPLICA = "no replica is ready"
 MOST_CANARIES = 10_000
 """All there can be; what shows all of them at once is bounded by it."""
 _BEGINNING = datetime.fromtimestamp(0, UTC)
@@ -74,12 +75,16 @@ async def ask(session: AsyncSession) -> CanaryRun:
 
 
 async def claim(
-    session: AsyncSession, *, gateways: Sequence[str], every_s: float, holder: str, now: float
+    session: AsyncSession, *, gateways: Sequence[str], every_s: float, holder: str, now: float, ready: bool = False
 ) -> Run | None:
-    """Make this schedule's run due and claim the newest that is; None when there is none or one is under way."""
+    """Make this schedule's run due and claim the newest that is; None when there is none or one is under way. `ready`
+    says that a replica is: what the last run could not try for want of one is tried at once.
+    """
     if not await repository.try_lock(session):
         return None
     await repository.add_run(session, int(now // every_s * every_s))
+    if ready and await repository.lacked(session, NO_REPLICA):
+        await repository.add_run(session, int(now))
     run = await repository.claim(session, holder=holder, ttl_s=CLAIM_TTL_S)
     if run is not None:
         await repository.keep_cells(session, cells(gateways))

@@ -16,6 +16,7 @@ from controlplane.canaries.proof import prove
 from controlplane.canaries.repository import Run
 from controlplane.canaries.schemas import Cell, Proof, Verdict
 from controlplane.db import transaction
+from controlplane.fleet import service as fleet
 from controlplane.worker import ExpectedEnd, Job, JobContext
 
 TICK_S = 15.0
@@ -34,6 +35,7 @@ async def claim_run(context: JobContext) -> None:
         every_s=settings.canary_every_s,
         holder=context.holder,
         now=context.now,
+        ready=bool(await fleet.served_models(context.session)),
     )
     if run is not None:
         context.publish(RUN, *run)

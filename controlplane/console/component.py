@@ -14,6 +14,7 @@ from litestar.static_files import create_static_files_router
 from controlplane.accounts.browser import LoginRequiredError, on_login_required
 from controlplane.component import Component, Resources
 from controlplane.console.controllers import (
+    canaries,
     keys,
     overview,
     policy,
@@ -69,6 +70,7 @@ PAGES = [
     *prompts.PAGES,
     *policy.PAGES,
     *usage.PAGES,
+    *canaries.PAGES,
 ]
 
 

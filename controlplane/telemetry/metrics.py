@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from controlplane.canaries.schemas import CanaryState, CanaryView
 from controlplane.ledger.service import Taken
 from controlplane.telemetry.labels import KnownLabels
 from controlplane.telemetry.taskstats import OUTCOMES, TaskCount
@@ -92,6 +93,15 @@ class IntakeMetrics:
         self.ledger_rows = Gauge(
             "tidegate_ledger_rows_estimate", "Rows of the ledger by the planner's statistics", registry=registry
         )
+        self.canaries = Gauge(
+            "tidegate_canaries", "Canaries by what is known of their limit", ["state"], registry=registry
+        )
+        self.canary_proven = Gauge(
+            "tidegate_canary_last_proven_seconds",
+            "Unix time at which a limit was last proven; 0 for never",
+            ["gateway", "endpoint", "level", "kind"],
+            registry=registry,
+        )
         self.shown = ShownCounters()
         registry.register(self.shown)
 
@@ -117,6 +127,17 @@ class IntakeMetrics:
     def show_replicas(self, counts: dict[ReplicaState, int]) -> None:
         for state, number in counts.items():
             self.replicas.labels(state.value).set(number)
+
+    def show_canaries(self, views: Iterable[CanaryView]) -> None:
+        """Every label value is one of a fixed set: gateways of the settings, endpoints of the table, levels, kinds."""
+        counts = dict.fromkeys(CanaryState, 0)
+        self.canary_proven.clear()
+        for view in views:
+            counts[view.state] += 1
+            proven = self.canary_proven.labels(view.gateway, view.endpoint, view.level.value, view.kind.value)
+            proven.set(view.proven_at.timestamp() if view.proven_at else 0.0)
+        for state, number in counts.items():
+            self.canaries.labels(state.value).set(number)
 
 
 class ShownCounters(Collector):

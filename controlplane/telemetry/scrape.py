@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from controlplane.canaries import service as canaries
 from controlplane.component import Resources
 from controlplane.db import transaction
 from controlplane.fleet import service as fleet
@@ -75,6 +76,8 @@ class DatabaseGauges:
             metrics.show_replicas(await fleet.count_by_state(session))
             for job, lag_s in (await rollups.lags(session, self._clock())).items():
                 metrics.rollup_lag.labels(job).set(lag_s)
+            every_s = self._resources.settings.canary_every_s
+            metrics.show_canaries(await canaries.all_canaries(session, every_s=every_s))
             metrics.ledger_rows.set(await ledger.estimated_rows(session))
             usage = await completeness(session, self._clock())
             metrics.usage_held.set(usage.held)

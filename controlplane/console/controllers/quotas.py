@@ -18,11 +18,14 @@ from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
+from controlplane.canaries import service as canaries
+from controlplane.canaries.schemas import CanaryView
+from controlplane.component import Resources
 from controlplane.console import forms
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.quotas import request_service, service
-from controlplane.quotas.schemas import Away, QuotaKind
+from controlplane.quotas.schemas import Away, QuotaKind, QuotaLevel
 from controlplane.quotas.views import GrantSpec, QuotaPatch, QuotaSpec, RequestState
 from controlplane.tenants.service import list_tenants
 
@@ -109,10 +112,11 @@ async def tenant_quotas(
     session: NamedDependency[AsyncSession],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
+    resources: NamedDependency[Resources],
     slug: FromPath[str],
     after: FromQuery[str | None] = None,
 ) -> Response[str]:
-    context = await _tenant_context(session, slug, after=after)
+    context = await _tenant_context(session, resources, slug, after=after)
     return console.answer(request, "quotas/tenant.html", user=current_user, section="quotas", **context)
 
 
@@ -123,13 +127,14 @@ async def create_quota(
     session: NamedDependency[AsyncSession],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
+    resources: NamedDependency[Resources],
     slug: FromPath[str],
     data: URLEncodedBody[QuotaForm],
 ) -> Response[str] | Redirect:
     try:
         await service.create_quota(session, slug, _spec(data), idempotency_key=data.idempotency_key)
     except REFUSED as error:
-        context = await _tenant_context(session, slug, form=_refused(data, error))
+        context = await _tenant_context(session, resources, slug, form=_refused(data, error))
         return console.answer(request, "quotas/tenant.html", user=current_user, section="quotas", status=422, **context)
     return forms.go(request, f"/tenants/{slug}/quotas")
 
@@ -141,10 +146,11 @@ async def quota_page(
     session: NamedDependency[AsyncSession],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
+    resources: NamedDependency[Resources],
     quota_id: FromPath[UUID],
     after: FromQuery[str | None] = None,
 ) -> Response[str]:
-    context = await _quota_context(session, quota_id, after=after)
+    context = await _quota_context(session, resources, quota_id, after=after)
     return console.answer(request, "quotas/detail.html", user=current_user, section="quotas", **context)
 
 
@@ -155,13 +161,14 @@ async def change_quota(
     session: NamedDependency[AsyncSession],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
+    resources: NamedDependency[Resources],
     quota_id: FromPath[UUID],
     data: URLEncodedBody[QuotaForm],
 ) -> Response[str] | Redirect:
     try:
         await service.change_quota(session, quota_id, _patch(data))
     except REFUSED as error:
-        context = await _quota_context(session, quota_id, form=_refused(data, error))
+        context = await _quota_context(session, resources, quota_id, form=_refused(data, error))
         return console.answer(request, "quotas/detail.html", user=current_user, section="quotas", status=422, **context)
     return forms.go(request, f"/quotas/{quota_id}")
 
@@ -181,6 +188,7 @@ async def create_grant(
     session: NamedDependency[AsyncSession],
     current_user: NamedDependency[Principal],
     console: NamedDependency[Console],
+    resources: NamedDependency[Resources],
     quota_id: FromPath[UUID],
     data: URLEncodedBody[GrantForm],
 ) -> Response[str] | Redirect:
@@ -188,7 +196,7 @@ async def create_grant(
         spec = _grant(data)
         await service.grant(session, quota_id, spec, by=current_user.name, idempotency_key=data.idempotency_key)
     except REFUSED as error:
-        context = await _quota_context(session, quota_id, grant_form=_refused(data, error))
+        context = await _quota_context(session, resources, quota_id, grant_form=_refused(data, error))
         return console.answer(request, "quotas/detail.html", user=current_user, section="quotas", status=422, **context)
     return forms.go(request, f"/quotas/{quota_id}")
 
@@ -216,11 +224,12 @@ PAGES = [
 
 
 async def _tenant_context(
-    session: AsyncSession, slug: str, *, after: str | None = None, form: Form | None = None
+    session: AsyncSession, resources: Resources, slug: str, *, after: str | None = None, form: Form | None = None
 ) -> dict[str, Any]:
     return {
         "slug": slug,
         "page": await service.list_quotas(session, slug, after=after, limit=ROWS),
+        "canaries": await _last_proven(session, resources),
         "after": after,
         "form": form or Form(),
         "kinds": KINDS,
@@ -230,6 +239,7 @@ async def _tenant_context(
 
 async def _quota_context(
     session: AsyncSession,
+    resources: Resources,
     quota_id: UUID,
     *,
     after: str | None = None,
@@ -241,6 +251,7 @@ async def _quota_context(
     return {
         "quota": quota,
         "grants": await service.list_grants(session, quota_id, after=after, limit=ROWS),
+        "canary": (await _last_proven(session, resources)).get((quota.level, quota.kind)),
         "after": after,
         "form": form or Form({**stored, "away": quota.away, "local": _text(quota.local or None)}),
         "now": time.time(),
@@ -248,6 +259,11 @@ async def _quota_context(
         "kinds": dict(KINDS),
         "aways": AWAYS,
     }
+
+
+async def _last_proven(session: AsyncSession, resources: Resources) -> dict[tuple[QuotaLevel, QuotaKind], CanaryView]:
+    """By level and kind, the canary that is worst off over all endpoints and gateways. One query."""
+    return canaries.worst(await canaries.all_canaries(session, every_s=resources.settings.canary_every_s))
 
 
 def _spec(data: QuotaForm) -> QuotaSpec:
