@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from controlplane.db import transaction
 from controlplane.fleet import service as fleet
 from controlplane.ledger import tasks as ledger
+from controlplane.promptlog import tasks as promptlog
 from controlplane.settings import Settings
 from controlplane.telemetry import tasks
 from controlplane.telemetry.intake import MINUTE_JOB, store
@@ -165,7 +166,7 @@ def test_a_job_ends_before_its_message_is_delivered_again(app: Worker) -> None:
     assert conf.task_acks_late and conf.task_reject_on_worker_lost and conf.worker_prefetch_multiplier == 1
     assert conf.accept_content == ["json"], "pickle would make running as root dangerous"
     ledger_jobs = {ledger.KEEP_PARTITIONS, ledger.FORGET_CLAIMS, ledger.CHECK_SUMS}
-    assert set(conf.beat_schedule) == {tasks.CLAIM_ROLLUPS, tasks.RETENTION, *ledger_jobs}
+    assert set(conf.beat_schedule) == {tasks.CLAIM_ROLLUPS, tasks.RETENTION, promptlog.FORGET, *ledger_jobs}
 
 
 # --------------------------------------------------------------------------------------------------------------
