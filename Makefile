@@ -17,7 +17,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 QUIET := $(if $(shell test -t 2 && echo terminal),,-qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up doctor bench-gateway chaos test test-all chromium lint format types imports check hooks wheel lock clean
+.PHONY: help install up doctor backup bench-gateway chaos test test-all chromium lint format types imports check hooks wheel lock clean
 
 help: ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ up: $(RUNTIME) ## Start everything, print what to do next; Ctrl-C stops it.
 
 doctor: $(RUNTIME) ## Print what was found on this machine and what is wrong.
 	@$(VENV)/bin/tidegate doctor $(ARGS)
+
+backup: $(RUNTIME) ## Back up .tidegate to TO=file, or to a file named by the time.
+	@$(VENV)/bin/tidegate backup $(or $(TO),tidegate-$(shell date -u +%Y%m%dT%H%M%SZ).tar) $(ARGS)
 
 bench-gateway: $(RUNTIME) ## Measure what the gateway costs (as root it may install wrk).
 	@$(VENV)/bin/tidegate bench gateway --install $(ARGS)

@@ -18,6 +18,8 @@ import click
 COMMANDS = {
     "up": ("controlplane.local.cli:up", "Start everything on this machine and supervise it."),
     "doctor": ("controlplane.local.cli:doctor", "Print what was found on this machine and what is wrong."),
+    "backup": ("controlplane.local.backup_cli:backup", "Back up this machine's data folder and database."),
+    "restore": ("controlplane.local.backup_cli:restore", "Restore a backup into an empty data folder."),
     "tenant": ("controlplane.tenants.cli:tenant", "Create, list and change tenants."),
     "project": ("controlplane.tenants.project_cli:project", "Create, list and change a tenant's projects."),
     "principal": ("controlplane.tenants.principal_cli:principal", "Create, list and change who owns a tenant's keys."),

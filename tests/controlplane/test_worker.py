@@ -23,6 +23,7 @@ from controlplane.db import transaction
 from controlplane.fleet import service as fleet
 from controlplane.ledger import tasks as ledger
 from controlplane.policy import tasks as policy
+from controlplane.promptlog import tasks as promptlog
 from controlplane.settings import Settings
 from controlplane.telemetry import tasks
 from controlplane.telemetry.intake import MINUTE_JOB, store
@@ -168,7 +169,7 @@ def test_a_job_ends_before_its_message_is_delivered_again(app: Worker) -> None:
     assert conf.task_acks_late and conf.task_reject_on_worker_lost and conf.worker_prefetch_multiplier == 1
     assert conf.accept_content == ["json"], "pickle would make running as root dangerous"
     ledger_jobs = {ledger.KEEP_PARTITIONS, ledger.FORGET_CLAIMS, ledger.CHECK_SUMS}
-    other_jobs = {policy.FORGET, PLAN_SHARES, canaries.CLAIM}
+    other_jobs = {policy.FORGET, PLAN_SHARES, promptlog.FORGET, canaries.CLAIM}
     assert set(conf.beat_schedule) == {tasks.CLAIM_ROLLUPS, tasks.RETENTION, *ledger_jobs, *other_jobs}
 
 
