@@ -7,6 +7,7 @@ measures nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from controlplane.tenants.admin_client import AdminClient
 from dataplane.protocol import UsageRecord
 
 LEASE_TTL_S = 6.0
-LEASE_DEADLINE_MS = 500
+LEASE_DEADLINE_MS = 1500
 """Wide: gateways share cores with everything else here, and their own lateness is not what is looked for."""
 STALE_S, LOST_S = 2.0, 4.0
 READY_S = 60.0
@@ -170,8 +171,12 @@ class Deployment:
 
     def signal_tree(self, unit: str, number: signal.Signals) -> None:
         """Signal a process and all below it, the parent first."""
-        for pid in tree(self.pid(unit)):
-            os.kill(pid, number)
+        parent = self.pid(unit)
+        os.kill(parent, number)
+        for pid in tree(parent):
+            if pid != parent:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, number)
 
     def hold(self, seconds: float) -> None:
         """Let time pass in which nothing is started again."""

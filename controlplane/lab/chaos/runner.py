@@ -100,6 +100,9 @@ def _one(deployment: Deployment, watch: Watch, load: Load, fault: Fault, seconds
         last = max((one.sent_at for one in load.ended if one.disturbed), default=0.0)
         if quiet:
             finding.recovered_s = max(0.0, max(last, watch.wrong_at) - lifted)
+        else:
+            shown = ", ".join(sorted(watch.now)) or "nothing"
+            finding.problems.append(f"shown in the end: {shown}; last disturbed {time.monotonic() - last:.0f} s before")
     stopped = time.monotonic()
     finding.answers = summed(load.ended)
     standings = _freed(deployment, watch, finding)
