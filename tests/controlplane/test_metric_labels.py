@@ -17,12 +17,15 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
+from controlplane.canaries.schemas import CanaryState
 from controlplane.db import transaction
 from controlplane.fleet import service as fleet
+from controlplane.gateway.dispatch_metrics import BANDS
 from controlplane.gateway.lease_metrics import ASKED, ENDED, UNANSWERED
+from controlplane.gateway.paths import INFERENCE
 from controlplane.gateway.record import Outcome
 from controlplane.gateway.upstream import Cause
-from controlplane.quotas.schemas import QuotaKind
+from controlplane.quotas.schemas import QuotaKind, QuotaLevel
 from controlplane.settings import Settings
 from controlplane.telemetry import rollups, taskstats
 from controlplane.telemetry.metrics import Refusal
@@ -61,10 +64,25 @@ def allowed(settings: Settings, *, tenants: set[str], models: set[str]) -> Allow
         "retried": {"yes", "no"},
         "result": {*ASKED, *ENDED, *UNANSWERED},
         "source": {ENGINE, GATEWAY},
-        "state": set(ReplicaState),
+        "state": {*ReplicaState, *CanaryState},
+        "band": set(BANDS.values()),
+        "how": {"at_once", "waited"},
+        "level": set(QuotaLevel),
+        "endpoint": set(INFERENCE),
+        "gateway": set(settings.probed_gateways),
         "job": set(rollups.JOBS),
         "task": set(worker.conf.beat_schedule) | {name for name in worker.tasks if not name.startswith("celery.")},
-        "code": {"rate_limit_exceeded", "insufficient_quota"},
+        "code": {
+            "rate_limit_exceeded",
+            "insufficient_quota",
+            "deadline_unreachable",
+            "deadline_impossible",
+            "deadline_passed",
+            "queue_full",
+            "tenant_queue_full",
+            "queue_wait_exceeded",
+            "shed",
+        },
         "le": lambda value: float(value) > 0,
     }
 

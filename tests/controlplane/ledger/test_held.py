@@ -20,11 +20,13 @@ from dataplane.protocol import UsageBasis, UsageRecord
 from tests.controlplane.ledger.test_sums import price, set_prices
 from tests.controlplane.telemetry.reports import MODEL, POOL, report, usage
 
+BEGUN = time.time() - 60
+
 
 async def tells(session: AsyncSession, *usages: UsageRecord, at: float, left: int = 0, replica: str = "r1") -> None:
     """A report of the replica at that moment, with all it has but `left`."""
     await ensure_pool(session, POOL, MODEL)
-    sequence = int(at * 1000)
+    sequence = 1 + int((at - BEGUN) * 10)
     told = [report(replica=replica, sequence=sequence, usage=list(usages), usage_left=left, sent_at=at)]
     assert not (await store(session, told, at)).refused_usage
 
