@@ -172,7 +172,7 @@ class Exchange:
 
     async def _count(self, request: InferenceBody) -> int | None:
         """Tokens of the prompts, as a replica counts them; None when none can tell."""
-        replica = self._route(request.model, set())
+        replica = self._choose(request.model, set())  # it has no turn yet, and so no lane
         if replica is None:
             return None
         url = replica.url + UPSTREAM_PREFIX + self._path
