@@ -3,7 +3,8 @@
 Revision: 0007. `tidegate_policy_changed` now also writes, in the transaction of the change itself, the time of the new
 epoch and for tenants, quotas, raises, prices and objectives one row of `policy_changes`: who, what, before and after.
 Who is the transaction's setting `tidegate.actor`, else the role that is connected; what it undoes is
-`tidegate.restores`. No secret is in it: a tenant's cache salt is left out.
+`tidegate.restores`. No secret is in it: a tenant's cache salt is left out. Nor are the limits that canaries make and
+remove all the time as their own tenant; they count in the epoch.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ BEGIN
     IF whose IS NULL THEN
       SELECT slug INTO whose FROM tenants WHERE id = (changed ->> 'tenant_id')::uuid;
     END IF;
+  END IF;
+  IF whose = 'tidegate-probe' AND kind IN ('quotas', 'quota_grants') THEN
+    RETURN;
   END IF;
   INSERT INTO policy_changes (epoch, who, object, row_id, tenant, before, after, restores) VALUES (
     fresh, left(coalesce(nullif(current_setting('tidegate.actor', true), ''), session_user), 254), kind,

@@ -21,8 +21,8 @@ from controlplane.quotas.schemas import Away, QuotaKind
 from controlplane.quotas.views import GrantSpec, PriceSpec, QuotaPatch, QuotaRequestSpec, QuotaSpec
 from controlplane.slo import service as slos
 from controlplane.slo.schemas import SloPatch, SloSpec
-from controlplane.tenants.schemas import TenantPatch, TenantView
-from controlplane.tenants.service import change_tenant, get_tenant, policy_epoch
+from controlplane.tenants.schemas import PROBE_TENANT, TenantPatch, TenantView
+from controlplane.tenants.service import change_tenant, create_tenant, get_tenant, policy_epoch
 from tests.factories.rows import make_tenant
 
 DAY, RPM = QuotaKind.TOKENS_PER_DAY, QuotaKind.REQUESTS_PER_MINUTE
@@ -74,6 +74,20 @@ async def test_the_history_holds_no_secret_and_no_change_that_changed_nothing(
         assert not {"cache_salt", "idempotency_key"} & set(row)
     await change_tenant(session, acme.slug, TenantPatch(weight=3.0))
     assert (await last(session)).id == changed.id
+
+
+async def test_limits_of_canaries_count_in_the_epoch_and_fill_no_history(session: AsyncSession) -> None:
+    await create_tenant(session, slug=PROBE_TENANT, name="Canaries", reserved=True)
+    made, before = await last(session), await policy_epoch(session)
+    assert made.tenant == PROBE_TENANT
+    quota = await quotas.create_quota(session, PROBE_TENANT, QuotaSpec(kind=DAY, hard=100))
+    await quotas.grant(session, quota.id, GrantSpec(amount=5, expires_at=later(hours=1), reason="x"), by="ada")
+    await quotas.change_quota(session, quota.id, QuotaPatch(hard=200))
+    await quotas.delete_quota(session, quota.id)
+    assert await policy_epoch(session) >= before + 4
+    assert (await last(session)).id == made.id
+    await change_tenant(session, PROBE_TENANT, TenantPatch(active=False))
+    assert (await last(session)).id > made.id
 
 
 async def test_a_change_straight_in_the_database_names_the_role_that_made_it(
