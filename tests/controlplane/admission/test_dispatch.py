@@ -106,6 +106,29 @@ def test_an_emptied_queue_is_told_everything_again() -> None:
     assert [each.request_id for each in dispatcher.waiting()] == ["d", "e"]
 
 
+def test_f12_who_is_told_anew_under_a_new_name_keeps_its_place_and_what_it_holds() -> None:
+    """A short silence of the queue: what it knows under the old name is taken over, not kept until that name dies."""
+    queue, rules = SharedQueue(), Rules(slots=1, tokens=10_000, long_slots=1, long_tokens=5_000, long_reserve=0)
+    dispatcher = Dispatcher("g", TokenCharges())
+    for name in ("runs", "waits"):
+        dispatcher.add(waiting(name))
+    dispatcher.answered(queue.turn(dispatcher.message(rules), 1.0))
+    dispatcher.move()
+    answer = queue.turn(dispatcher.message(rules), 1.5)
+    assert (answer.slots, answer.waiting) == (1, 1)
+    dispatcher.answered(answer)
+    for second in range(2, 2 + int(DEAD_S) * 2):  # the old name is forgotten, and nothing with it
+        answer = queue.turn(dispatcher.message(rules), float(second))
+        dispatcher.answered(answer)
+    assert (answer.slots, answer.waiting, answer.gateways) == (1, 1, 1)
+    dispatcher.end("runs")
+    grants = dispatcher.answered(queue.turn(dispatcher.message(rules), 30.0)).grants
+    assert [grant.request_id for grant in grants] == ["waits"]
+    dispatcher.end("waits")
+    answer = queue.turn(dispatcher.message(rules), 30.0)
+    assert (answer.slots, answer.waiting, answer.tokens) == (0, 0, 0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_f12_whatever_is_lost_or_repeated_nothing_leaks_and_nobody_goes_twice(seed: int) -> None:
