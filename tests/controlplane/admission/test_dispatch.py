@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.dispatch import Credit, Dispatcher, Waiting, credit_of, part_of, rules_of
-from controlplane.admission.queue import DEAD_S, Rules, SharedQueue
+from controlplane.admission.queue import DEAD_S, Rules, SharedQueue, TurnAnswer
 from dataplane.protocol import CoreReady, Gauges
 from dataplane.scheduling.vtc import TokenCharges
 
@@ -89,6 +89,20 @@ def test_a_request_that_ends_while_it_is_being_told_is_told_to_have_ended() -> N
     assert dispatcher.answered(answer).grants == []
     assert dispatcher.message(RULES).ended == ("r",)
     assert queue.turn(dispatcher.message(RULES), 1.0).slots == 0
+
+
+def test_a_request_that_went_at_once_runs_on_where_the_queue_has_no_room_to_note_it() -> None:
+    dispatcher = Dispatcher("g", TokenCharges())
+    dispatcher.begin(waiting("runs"))
+    dispatcher.add(waiting("waits"))
+    dispatcher.message(RULES)
+    full = TurnAnswer(1, 1.0, False, refused=("runs", "waits"))
+    assert dispatcher.answered(full).refused == ["waits"]
+    dispatcher.produced("runs", 3)
+    dispatcher.counted("runs", 80, 20)
+    dispatcher.end("runs")
+    assert len(dispatcher) == 0
+    assert dispatcher.message(RULES).ended == ("runs",)
 
 
 def test_an_emptied_queue_is_told_everything_again() -> None:
