@@ -251,7 +251,8 @@ class Dispatcher:
         for request_id in message.ended:
             del self._ended[request_id]
         self._seen.difference_update(message.seen)
-        refused = [request_id for request_id in answer.refused if request_id in self._known]
+        # One that went without asking runs on: the queue takes no note of it, and its end is told all the same.
+        refused = [each for each in answer.refused if each in self._known and each not in self._running]
         for request_id in refused:
             del self._known[request_id]
         grants = []

@@ -184,7 +184,7 @@ class SharedQueue:
             entry = self._requests.get(request_id)
             if entry is not None and entry.gateway == gateway:
                 self._end(request_id, entry, now)
-        refused = tuple(each.request_id for each in message.arrivals if not self._arrive(each, gateway))
+        refused = tuple(each.request_id for each in message.arrivals if not self._arrive(each, gateway, now))
         for request_id in message.seen:
             self._unseen.get(gateway, set()).discard(request_id)
         poked = self._dispatch(message.rules)
@@ -242,9 +242,12 @@ class SharedQueue:
             return min(self._backlog[line].values())
         return self._served.get((line, self._last[line]), 0.0)
 
-    def _arrive(self, arrival: Arrival, gateway: str) -> bool:
-        if arrival.request_id in self._requests:
-            return True
+    def _arrive(self, arrival: Arrival, gateway: str, now: float) -> bool:
+        known = self._requests.get(arrival.request_id)
+        if known is not None:
+            if known.gateway == gateway:
+                return True
+            self._end(arrival.request_id, known, now)  # its gateway tells it anew under a new name
         if len(self._requests) >= MAX_REQUESTS:
             return False
         entry = self._requests[arrival.request_id] = _Entry(arrival, gateway)

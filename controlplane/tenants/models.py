@@ -39,8 +39,8 @@ class Tenant(Base):
     __tablename__ = "tenants"
     __table_args__ = (
         CheckConstraint("slug ~ '^[a-z0-9-]{1,40}$'", name="slug_shape"),
-        CheckConstraint("weight > 0 AND weight <= 1000", name="weight"),
-        CheckConstraint("floor_tokens_per_s >= 0", name="floor"),
+        CheckConstraint("weight >= 0.001 AND weight <= 1000", name="weight"),
+        CheckConstraint("floor_tokens_per_s >= 0 AND floor_tokens_per_s <= 1000000000", name="floor"),
         Index("ix_tenants_created_at_id", "created_at", "id"),
     )
 

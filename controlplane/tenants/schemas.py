@@ -58,10 +58,12 @@ TimeZone = Annotated[
     ),
 ]
 Weight = Annotated[
-    float, Meta(gt=0, le=1000, description="share of a busy pool, relative to other tenants' weights", examples=[1.0])
+    float,
+    Meta(ge=0.001, le=1000, description="share of a busy pool, relative to other tenants' weights", examples=[1.0]),
 ]
 Floor = Annotated[
-    float, Meta(ge=0, description="tokens/s that a flood of others never takes away; 0 for none", examples=[0.0])
+    float,
+    Meta(ge=0, le=1e9, description="tokens/s that a flood of others never takes away; 0 for none", examples=[0.0]),
 ]
 LONGEST_GRACE_S = 30 * 86_400
 DEFAULT_GRACE_S = 86_400

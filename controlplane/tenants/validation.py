@@ -4,7 +4,6 @@ the field.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -29,7 +28,10 @@ LONGEST_NAME = 200
 LONGEST_EMAIL = 254
 MOST_MODELS = 200
 PRIORITIES = range(-100, 101)
-HEAVIEST = 1000.0
+LIGHTEST, HEAVIEST = 0.001, 1000.0
+"""Bounds of a weight: what was served is divided by it, and the sums must stay exact."""
+HIGHEST_FLOOR = 1e9
+"""Tokens/s; more than any pool does."""
 
 
 def check_fields(**fields: Any) -> None:
@@ -127,13 +129,13 @@ def _zones() -> frozenset[str]:
 
 
 def _check_weight(weight: float) -> None:
-    if not 0.0 < weight <= HEAVIEST:
-        raise InvalidRequestError("weight must be above 0 and at most 1000", param="weight")
+    if not LIGHTEST <= weight <= HEAVIEST:
+        raise InvalidRequestError("weight must lie between 0.001 and 1000", param="weight")
 
 
 def _check_floor(floor: float) -> None:
-    if not 0.0 <= floor < math.inf:
-        raise InvalidRequestError("floor_tokens_per_s must be 0 or more", param="floor_tokens_per_s")
+    if not 0.0 <= floor <= HIGHEST_FLOOR:
+        raise InvalidRequestError("floor_tokens_per_s must lie between 0 and 1000000000", param="floor_tokens_per_s")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

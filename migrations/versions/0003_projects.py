@@ -37,8 +37,9 @@ def upgrade() -> None:
     op.add_column("tenants", sa.Column("weight", sa.Double, server_default=sa.text("1"), nullable=False))
     op.add_column("tenants", sa.Column("floor_tokens_per_s", sa.Double, server_default=sa.text("0"), nullable=False))
     op.add_column("tenants", sa.Column("metadata", postgresql.JSONB, server_default=NO_METADATA, nullable=False))
-    op.create_check_constraint(op.f("ck_tenants_weight"), "tenants", "weight > 0 AND weight <= 1000")
-    op.create_check_constraint(op.f("ck_tenants_floor"), "tenants", "floor_tokens_per_s >= 0")
+    op.create_check_constraint(op.f("ck_tenants_weight"), "tenants", "weight >= 0.001 AND weight <= 1000")
+    floor = "floor_tokens_per_s >= 0 AND floor_tokens_per_s <= 1000000000"
+    op.create_check_constraint(op.f("ck_tenants_floor"), "tenants", floor)
 
     op.create_table(
         "projects",

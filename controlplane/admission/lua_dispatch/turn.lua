@@ -180,7 +180,12 @@ local refused = {}
 local count = call('HLEN', REQUESTS)
 for _, arrival in ipairs(arrivals) do
   local request, line, tenant = arrival[1], arrival[2], arrival[3]
-  if call('HEXISTS', REQUESTS, request) == 1 then
+  local known = stored(request)
+  if known and known[2] ~= gateway then -- its gateway tells it anew under a new name
+    finish(request, known)
+    known, count = nil, count - 1
+  end
+  if known then
     -- a repeat
   elseif count >= MAX_REQUESTS then
     refused[#refused + 1] = request

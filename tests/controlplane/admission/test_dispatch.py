@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.dispatch import Credit, Dispatcher, Waiting, credit_of, part_of, rules_of
-from controlplane.admission.queue import DEAD_S, Rules, SharedQueue
+from controlplane.admission.queue import DEAD_S, Rules, SharedQueue, TurnAnswer
 from dataplane.protocol import CoreReady, Gauges
 from dataplane.scheduling.vtc import TokenCharges
 
@@ -91,6 +91,20 @@ def test_a_request_that_ends_while_it_is_being_told_is_told_to_have_ended() -> N
     assert queue.turn(dispatcher.message(RULES), 1.0).slots == 0
 
 
+def test_a_request_that_went_at_once_runs_on_where_the_queue_has_no_room_to_note_it() -> None:
+    dispatcher = Dispatcher("g", TokenCharges())
+    dispatcher.begin(waiting("runs"))
+    dispatcher.add(waiting("waits"))
+    dispatcher.message(RULES)
+    full = TurnAnswer(1, 1.0, False, refused=("runs", "waits"))
+    assert dispatcher.answered(full).refused == ["waits"]
+    dispatcher.produced("runs", 3)
+    dispatcher.counted("runs", 80, 20)
+    dispatcher.end("runs")
+    assert len(dispatcher) == 0
+    assert dispatcher.message(RULES).ended == ("runs",)
+
+
 def test_an_emptied_queue_is_told_everything_again() -> None:
     dispatcher = Dispatcher("g", TokenCharges())
     for name in "abcde":
@@ -104,6 +118,29 @@ def test_an_emptied_queue_is_told_everything_again() -> None:
     answer = emptied.turn(dispatcher.message(RULES), 2.0)
     assert (answer.slots, answer.waiting) == (3, 2)
     assert [each.request_id for each in dispatcher.waiting()] == ["d", "e"]
+
+
+def test_f12_who_is_told_anew_under_a_new_name_keeps_its_place_and_what_it_holds() -> None:
+    """A short silence of the queue: what it knows under the old name is taken over, not kept until that name dies."""
+    queue, rules = SharedQueue(), Rules(slots=1, tokens=10_000, long_slots=1, long_tokens=5_000, long_reserve=0)
+    dispatcher = Dispatcher("g", TokenCharges())
+    for name in ("runs", "waits"):
+        dispatcher.add(waiting(name))
+    dispatcher.answered(queue.turn(dispatcher.message(rules), 1.0))
+    dispatcher.move()
+    answer = queue.turn(dispatcher.message(rules), 1.5)
+    assert (answer.slots, answer.waiting) == (1, 1)
+    dispatcher.answered(answer)
+    for second in range(2, 2 + int(DEAD_S) * 2):  # the old name is forgotten, and nothing with it
+        answer = queue.turn(dispatcher.message(rules), float(second))
+        dispatcher.answered(answer)
+    assert (answer.slots, answer.waiting, answer.gateways) == (1, 1, 1)
+    dispatcher.end("runs")
+    grants = dispatcher.answered(queue.turn(dispatcher.message(rules), 30.0)).grants
+    assert [grant.request_id for grant in grants] == ["waits"]
+    dispatcher.end("waits")
+    answer = queue.turn(dispatcher.message(rules), 30.0)
+    assert (answer.slots, answer.waiting, answer.tokens) == (0, 0, 0)
 
 
 @settings(max_examples=60, deadline=None)

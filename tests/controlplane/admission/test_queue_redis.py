@@ -63,6 +63,30 @@ async def test_the_script_answers_as_the_pure_queue_does(redis: Redis, seed: int
     assert lost
 
 
+@pytest.mark.parametrize("slots", [0, 2, 9, 1_000])
+async def test_f12_the_script_takes_over_what_is_told_anew_as_the_pure_queue_does(redis: Redis, slots: int) -> None:
+    rng = random.Random(slots)
+    rules = msgspec.structs.replace(RULES, slots=slots)
+    script, queue = TurnScript(redis, "p", 5.0), SharedQueue()
+    gateways = [Chatter(f"g{index}#1", rng, rules) for index in range(2)]
+    for step in range(300):
+        gateway = rng.choice(gateways)
+        message = gateway.message()
+        if rng.random() < 0.1:
+            gateway.name = f"{gateway.name[:2]}#{step}"
+            arrivals = tuple(
+                msgspec.structs.replace(arrival, held=arrival.held or name in gateway.granted)
+                for name, arrival in gateway.known.items()
+            )
+            gateway.number += 1
+            message = gateway.last = Turn(gateway.name, gateway.number, True, rules, arrivals[: rng.randint(1, 200)])
+        answer = await script.turn(message)
+        assert answer == queue.turn(message, answer.at), step
+        gateway.answered(answer)
+        if step % 10 == 0:
+            assert await stored(redis) == queue.counters()
+
+
 @pytest.mark.parametrize("slots", [0, 2, 1_000])
 async def test_it_answers_so_too_where_there_is_always_or_never_room(redis: Redis, slots: int) -> None:
     rng = random.Random(slots)

@@ -172,8 +172,8 @@ async def test_a_tenant_has_time_zone_weight_floor_and_metadata(session: AsyncSe
                 "right/UTC",
             )
         ],
-        *[("weight", weight) for weight in (0.0, -1.0, 1000.1, float("nan"), float("inf"))],
-        *[("floor_tokens_per_s", floor) for floor in (-0.1, float("inf"), float("nan"))],
+        *[("weight", weight) for weight in (0.0, -1.0, 1e-320, 0.0009, 1000.1, float("nan"), float("inf"))],
+        *[("floor_tokens_per_s", floor) for floor in (-0.1, 1.1e9, 1e308, float("inf"), float("nan"))],
         ("metadata", {"k": "v" * 513}),
     ],
 )
