@@ -133,7 +133,7 @@ ACME = "/tenants/acme/quotas"
         ("POST", ACME, {**DAY, "hard": 10**30}, 400, "invalid_request", "hard"),
         ("POST", ACME, {**DAY, "burst": 1}, 400, "invalid_request", "burst"),
         ("POST", ACME, {**DAY, "project": "nowhere"}, 404, "project_not_found", "project"),
-        ("POST", ACME, {**DAY, "key": "nosuchkey00"}, 404, "key_not_found", "key_id"),
+        ("POST", ACME, {**DAY, "key": "nosuchkey00"}, 404, "key_not_found", "key"),
         ("PATCH", f"/quotas/{NOBODY}", {"hard": 1}, 404, "quota_not_found", "quota_id"),
         ("GET", f"/quotas/{NOBODY}/grants", None, 404, "quota_not_found", "quota_id"),
         ("DELETE", f"/quotas/{NOBODY}/grants/{NOBODY}", None, 404, "grant_not_found", "grant_id"),
