@@ -38,6 +38,7 @@ SIZE_KEYS = (
 """The members that decide how large a request is."""
 
 _INTEGER = msgspec.json.Decoder(int)
+_NUMBER = msgspec.json.Decoder(int | float)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -77,7 +78,7 @@ class Size(msgspec.Struct, frozen=True, gc=False):
 
 
 def read_size(members: Mapping[str, msgspec.Raw]) -> Size:
-    """The size of a request with these members. A limit that is no number counts as none."""
+    """The size of a request with these members. A limit that is no whole number counts as none."""
     counts = {name: _count(members[name]) for name in ("n", "best_of") if name in members}
     unclear = next((name for name, count in counts.items() if count is None), "")
     samples = min(max((count or 1 for count in counts.values()), default=1), MOST)
@@ -121,14 +122,19 @@ def _count(raw: msgspec.Raw) -> int | None:
 
 
 def _output(members: Mapping[str, msgspec.Raw], default: int | None) -> int | None:
-    """The larger of the limits that the body sets, so that it holds whichever of them counts."""
+    """The larger of the limits that the body sets, so that it holds whichever of them counts. Written as 5.0 a limit is
+    5: an engine takes it so or refuses it, and never does more.
+    """
     limits: list[int] = []
     for name in ("max_tokens", "max_completion_tokens"):
         raw = members.get(name)
         if raw is None or bytes(raw) == b"null":
             continue
         try:
-            limits.append(max(0, _INTEGER.decode(raw)))
+            limit = _NUMBER.decode(raw)
         except msgspec.DecodeError:
             return None
+        if int(limit) != limit:
+            return None
+        limits.append(max(0, int(limit)))
     return max(limits) if limits else default

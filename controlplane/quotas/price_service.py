@@ -11,6 +11,7 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.quotas import price_repository as repository
 from controlplane.quotas.models import PriceRow
@@ -37,8 +38,9 @@ async def set_price(
     pool = check_name("pool", spec.pool)
     now = await repository.lock(session, pool)
     if idempotency_key and (before := await repository.price_by_idempotency_key(session, idempotency_key)):
-        if before.pool != pool or any(getattr(before, name) != getattr(spec, name) for name in AMOUNTS):
-            raise ConflictError(f"this idempotency key already made the price {before.id}", code="idempotency_mismatch")
+        asked = {name: (getattr(spec, name), getattr(before, name)) for name in AMOUNTS}
+        start_asked = (spec.valid_from or before.valid_from, before.valid_from)
+        check_repeat(f"the price {before.id}", {"pool": (pool, before.pool), **asked, "valid_from": start_asked})
         return price_view(before)
     start = spec.valid_from or now
     check_zone("valid_from", start)

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.quotas import repository, service
 from controlplane.quotas import request_repository as requests
@@ -64,8 +65,9 @@ async def ask(
     await requests.lock(session, owner.tenant_id)
     quota = await _quota(session, owner, spec)
     if (before := await _before(session, owner.tenant_id, idempotency_key)) is not None:
-        if (before.quota_id, before.amount) != (quota.id, spec.amount):
-            raise _mismatch()
+        named = ("quota_id",) if spec.quota_id is not None else ("kind", "project", "key", "model")
+        asked: dict[str, tuple[object, object]] = dict.fromkeys(named, (quota.id, before.quota_id))
+        _check_repeat(before, spec, {**asked, "amount": (spec.amount, before.amount)})
         return request_view(before)
     return await _add(session, quota, spec, wanted=None, by=by, idempotency_key=idempotency_key)
 
@@ -77,8 +79,7 @@ async def ask_with_key(
     _check(spec.reason, spec.until)
     await requests.lock(session, asker.tenant_id)
     if (before := await _before(session, asker.tenant_id, idempotency_key)) is not None:
-        if (before.quota_id, before.wanted) != (spec.quota_id, spec.hard):
-            raise _mismatch()
+        _check_repeat(before, spec, {"quota_id": (spec.quota_id, before.quota_id), "hard": (spec.hard, before.wanted)})
         return request_view(before)
     quota = await repository.quota(session, spec.quota_id)
     if quota is None or not asker.meets(quota.tenant_id, quota.project, quota.key_identity):
@@ -252,8 +253,12 @@ async def _before(session: AsyncSession, tenant_id: UUID, idempotency_key: str |
     return await requests.by_idempotency_key(session, tenant_id, idempotency_key) if idempotency_key else None
 
 
-def _mismatch() -> ConflictError:
-    return ConflictError("this idempotency key already made another request", code="idempotency_mismatch")
+def _check_repeat(
+    before: QuotaRequest, spec: QuotaRequestSpec | MoreSpec, asked: dict[str, tuple[object, object]]
+) -> None:
+    reason = check_text("reason", spec.reason)
+    more = {"until": (spec.until, before.until), "reason": (reason, before.reason)}
+    check_repeat(f"the request {before.id}", {**asked, **more})
 
 
 async def _give(session: AsyncSession, row: QuotaRequest, amount: int, until: datetime | None, by: str) -> None:

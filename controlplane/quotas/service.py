@@ -14,6 +14,7 @@ from msgspec import UNSET
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.quotas import price_service, repository
 from controlplane.quotas.models import Grant, Quota
@@ -68,9 +69,13 @@ async def create_quota(
         raise ConflictError(
             f"there is such a limit of {spec.kind} already: change it", code="quota_exists", param="kind"
         )
-    asked = (owner.project_id, owner.identity, model, spec.kind)
-    if asked != (before.project_id, before.key_identity, before.model, before.kind):
-        raise ConflictError(f"this idempotency key already made the quota {before.id}", code="idempotency_mismatch")
+    asked = {
+        "project": (owner.project_id, before.project_id),
+        "key": (owner.identity, before.key_identity),
+        "model": (model, before.model),
+        **{name: (getattr(spec, name), getattr(before, name)) for name in ("kind", "soft", "hard", "away", "local")},
+    }
+    check_repeat(f"the quota {before.id}", asked)
     return (await _views(session, [before]))[0]
 
 
@@ -141,8 +146,9 @@ async def grant(
     reason = check_text("reason", spec.reason)
     row = await _quota(session, quota_id, lock=True)
     if idempotency_key and (before := await repository.grant_by_idempotency_key(session, quota_id, idempotency_key)):
-        if (before.amount, before.expires_at) != (spec.amount, spec.expires_at):
-            raise ConflictError(f"this idempotency key already made the raise {before.id}", code="idempotency_mismatch")
+        asked = {name: (getattr(spec, name), getattr(before, name)) for name in ("amount", "expires_at")}
+        asked["starts_at"] = (spec.starts_at or before.starts_at, before.starts_at)
+        check_repeat(f"the raise {before.id}", {**asked, "reason": (reason, before.reason)})
         return grant_view(before)
     await check_room(session, row, row.soft, row.hard, more=spec.amount)
     added = await repository.add_grant(

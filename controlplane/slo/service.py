@@ -13,6 +13,7 @@ from msgspec import UNSET
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError, NotFoundError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.slo import repository
 from controlplane.slo.models import SloRow
@@ -49,8 +50,9 @@ async def create_slo(session: AsyncSession, spec: SloSpec, *, idempotency_key: s
     before = await repository.by_idempotency_key(session, idempotency_key) if idempotency_key else None
     if before is None:
         raise ConflictError("this tenant, pool and class have objectives already: change them", code="slo_exists")
-    if (before.tenant, before.pool, before.service_class) != (spec.tenant, pool, service_class):
-        raise ConflictError(f"this idempotency key already made {before.id}", code="idempotency_mismatch")
+    asked = {"tenant": spec.tenant, "pool": pool, "service_class": service_class, "enabled": spec.enabled}
+    asked |= {name: getattr(spec, name) for name in OBJECTIVES}
+    check_repeat(f"the objectives {before.id}", {name: (value, getattr(before, name)) for name, value in asked.items()})
     return slo_view(before)
 
 

@@ -46,7 +46,10 @@ async def claims_of(session: AsyncSession, slugs: Sequence[str]) -> dict[str, Te
 async def resolve_owner(
     session: AsyncSession, tenant: str | UUID, *, project: str | None = None, key_id: str | None = None
 ) -> Owner:
-    """The tenant of a slug or id, and of it the project and the key that are named. One query. Raises NotFoundError."""
+    """The tenant of a slug or id, and of it the project and the key that are named. One query.
+
+    Raises NotFoundError naming what bodies call it: slug, project or key.
+    """
     found = await session.execute(
         select(
             Tenant.id,
@@ -69,7 +72,7 @@ async def resolve_owner(
             f"the tenant {slug} has no project {project[:40]}", code="project_not_found", param="project"
         )
     if key_id is not None and identity is None:
-        raise NotFoundError(f"the tenant {slug} has no API key {key_id[:11]}", code="key_not_found", param="key_id")
+        raise NotFoundError(f"the tenant {slug} has no API key {key_id[:11]}", code="key_not_found", param="key")
     return Owner(
         tenant_id=tenant_id, tenant=slug, time_zone=time_zone, epoch=epoch, project_id=project_id, identity=identity
     )

@@ -11,11 +11,12 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, page
 from controlplane.tenants import repository
 from controlplane.tenants.lookup import check_limit, no_principal, principal_of, tenant_of, uuid_cursor
 from controlplane.tenants.schemas import PrincipalKind, PrincipalPatch, PrincipalRole, PrincipalView
-from controlplane.tenants.service import changes_of
+from controlplane.tenants.service import asked_of, changes_of
 from controlplane.tenants.validation import check_principal
 from controlplane.tenants.views import principal_view
 
@@ -36,15 +37,8 @@ async def create_principal(
     """
     check_principal(kind=kind, name=name, email=email)
     tenant = await tenant_of(session, tenant_slug)
-    added = await repository.add_principal(
-        session,
-        tenant_id=tenant.id,
-        kind=kind.value,
-        name=name,
-        email=email.lower() if email else None,
-        role=role.value,
-        idempotency_key=idempotency_key,
-    )
+    fields = {"kind": kind.value, "name": name, "email": email.lower() if email else None, "role": role.value}
+    added = await repository.add_principal(session, tenant_id=tenant.id, idempotency_key=idempotency_key, **fields)
     if added is not None:
         return principal_view(added, tenant.slug)
     before = (
@@ -54,10 +48,7 @@ async def create_principal(
         raise ConflictError(
             f"the tenant {tenant.slug} has a principal named {name} already", code="name_taken", param="name"
         )
-    if before.name != name:
-        raise ConflictError(
-            f"this idempotency key already made the principal {before.name}", code="idempotency_mismatch"
-        )
+    check_repeat(f"the principal {before.name}", asked_of(fields, before))
     return principal_view(before, tenant.slug)
 
 

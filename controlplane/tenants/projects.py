@@ -13,11 +13,12 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, page
 from controlplane.tenants import repository
 from controlplane.tenants.lookup import check_limit, no_project, project_of, tenant_of, uuid_cursor
 from controlplane.tenants.schemas import DEFAULT_PROJECT, ProjectPatch, ProjectView
-from controlplane.tenants.service import changes_of, columns
+from controlplane.tenants.service import asked_of, changes_of, columns
 from controlplane.tenants.validation import check_fields
 from controlplane.tenants.views import project_view
 
@@ -54,8 +55,7 @@ async def create_project(
     )
     if before is None:
         raise ConflictError(f"the tenant {tenant.slug} has a project {slug} already", code="slug_taken", param="slug")
-    if before.slug != slug:
-        raise ConflictError(f"this idempotency key already made the project {before.slug}", code="idempotency_mismatch")
+    check_repeat(f"the project {before.slug}", asked_of(fields, before))
     return project_view(before, tenant.slug)
 
 

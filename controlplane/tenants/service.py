@@ -17,6 +17,7 @@ from msgspec import UNSET, Struct
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
+from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, decode, page
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants import repository
@@ -88,10 +89,7 @@ async def create_tenant(
         return tenant_view(added)
     before = await repository.tenant_by_idempotency_key(session, idempotency_key) if idempotency_key else None
     if before is not None:
-        if before.slug != slug:
-            raise ConflictError(
-                f"this idempotency key already made the tenant {before.slug}", code="idempotency_mismatch"
-            )
+        check_repeat(f"the tenant {before.slug}", asked_of(fields, before))
         return tenant_view(before)
     raise ConflictError(f"a tenant with the slug {slug} exists already", code="slug_taken", param="slug")
 
@@ -282,6 +280,11 @@ async def policy_state(session: AsyncSession) -> tuple[int, datetime]:
 def changes_of(patch: Struct) -> dict[str, Any]:
     """The fields that `patch` sets."""
     return {name: value for name in patch.__struct_fields__ if (value := getattr(patch, name)) is not UNSET}
+
+
+def asked_of(fields: Mapping[str, Any], row: object) -> dict[str, tuple[object, object]]:
+    """Each field as it is asked for and as `row` has it."""
+    return {name: (value, getattr(row, "notes" if name == "metadata" else name)) for name, value in fields.items()}
 
 
 def columns(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,10 +45,10 @@ async def used(served: Running, one: Limit) -> int:
     return found[0].used
 
 
-async def all_settled(served: Running) -> None:
+async def all_settled(served: Running, within_s: float = 20.0) -> None:
     """Wait until the process holds no lease and owes the store no ending."""
     leases = served.gateway.meter.leases
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(within_s):
         while served.gateway.in_flight or leases.in_flight or leases.deferred:
             await asyncio.sleep(0.01)
 

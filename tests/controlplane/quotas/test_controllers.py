@@ -21,7 +21,7 @@ NOBODY = str(uuid4())
 
 @pytest.fixture
 async def deployed(settings: Settings) -> AsyncIterator[Deployment]:
-    async with deployment(settings, ["tenants", "quotas", "accounts"]) as running:
+    async with deployment(settings, ["tenants", "quotas", "slo", "accounts"]) as running:
         running.client.headers.update(running.operator)
         yield running
 
@@ -112,6 +112,30 @@ async def test_f10_a_repeated_creation_makes_one(deployed: Deployment) -> None:
     assert prices[0] == prices[1]
 
 
+async def test_f10_a_repeat_that_asks_for_something_else_is_refused_by_name(deployed: Deployment) -> None:
+    api, once = deployed.client, {"idempotency-key": "once"}
+    soon, later = ((datetime.now(UTC) + timedelta(days=days)).isoformat() for days in (1, 2))
+    quota = body(await api.post("/api/v1/tenants/acme/quotas", json=DAY), 201)["id"]
+    limit = {"kind": "requests_per_minute", "hard": 9}
+    more = {"quota_id": quota, "amount": 5, "reason": "launch", "until": soon}
+    grant = {"amount": 5, "reason": "launch", "expires_at": soon}
+    for path, sent, changed in (
+        ("tenants/acme/quotas", limit, {"hard": 8, "soft": 1, "model": "m", "kind": "tokens_per_minute"}),
+        ("tenants/acme/quota-requests", more, {"amount": 6, "reason": "other", "until": later}),
+        (f"quotas/{quota}/grants", grant, {"amount": 6, "reason": "other", "expires_at": later, "starts_at": soon}),
+        ("prices", PRICE, {"output": 1, "pool": "gpu", "valid_from": later}),
+        ("slos", {"availability": 0.9}, {"availability": 0.8, "window_days": 7, "pool": "gpu", "enabled": False}),
+    ):
+        made = body(await api.post(f"/api/v1/{path}", json=sent, headers=once), 201)
+        for param, value in changed.items():
+            also = {"expires_at": later} if param == "starts_at" else {}
+            answer = await api.post(f"/api/v1/{path}", json={**sent, **also, param: value}, headers=once)
+            error = body(answer, 409)["error"]
+            assert error["code"] == "idempotency_mismatch"
+            assert error["param"] in {param, *also}
+        assert body(await api.post(f"/api/v1/{path}", json=sent, headers=once), 201) == made
+
+
 ACME = "/tenants/acme/quotas"
 
 
@@ -133,7 +157,7 @@ ACME = "/tenants/acme/quotas"
         ("POST", ACME, {**DAY, "hard": 10**30}, 400, "invalid_request", "hard"),
         ("POST", ACME, {**DAY, "burst": 1}, 400, "invalid_request", "burst"),
         ("POST", ACME, {**DAY, "project": "nowhere"}, 404, "project_not_found", "project"),
-        ("POST", ACME, {**DAY, "key": "nosuchkey00"}, 404, "key_not_found", "key_id"),
+        ("POST", ACME, {**DAY, "key": "nosuchkey00"}, 404, "key_not_found", "key"),
         ("PATCH", f"/quotas/{NOBODY}", {"hard": 1}, 404, "quota_not_found", "quota_id"),
         ("GET", f"/quotas/{NOBODY}/grants", None, 404, "quota_not_found", "quota_id"),
         ("DELETE", f"/quotas/{NOBODY}/grants/{NOBODY}", None, 404, "grant_not_found", "grant_id"),

@@ -167,7 +167,7 @@ async def test_a_change_is_checked_with_what_stays(session: AsyncSession, acme: 
         (QuotaSpec(kind=DAY, hard=1, model="a\nb"), "model"),
         (QuotaSpec(kind=DAY, hard=1, project="default", key="x"), "key"),
         (QuotaSpec(kind=DAY, hard=1, project="nowhere"), "project"),
-        (QuotaSpec(kind=DAY, hard=1, key="nosuchkey00"), "key_id"),
+        (QuotaSpec(kind=DAY, hard=1, key="nosuchkey00"), "key"),
     ],
 )
 async def test_a_limit_that_cannot_be_is_refused_naming_the_field(

@@ -79,6 +79,29 @@ async def test_f10_a_repeated_creation_makes_one(deployed: Deployment) -> None:
     assert made["view"]["key_id"] in repeated["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "changed"),
+    [
+        ("/tenants", {"slug": "globex", "name": "Globex"}, {"slug": "other", "name": "Other", "weight": 2.0}),
+        ("/tenants/acme/projects", {"slug": "search", "name": "Search"}, {"name": "Other", "metadata": {"team": "b"}}),
+        (
+            "/tenants/acme/principals",
+            {"kind": "person", "name": "Ada", "email": "ada@example.com", "role": "member"},
+            {"email": "bob@example.com", "role": "admin"},
+        ),
+    ],
+)
+async def test_f10_a_repeat_that_asks_for_something_else_is_refused_by_name(
+    deployed: Deployment, path: str, sent: dict[str, object], changed: dict[str, object]
+) -> None:
+    once = {"idempotency-key": "once"}
+    made = body(await deployed.client.post(f"/api/v1{path}", json=sent, headers=once), 201)
+    for param, value in changed.items():
+        error = body(await deployed.client.post(f"/api/v1{path}", json={**sent, param: value}, headers=once), 409)
+        assert (error["error"]["code"], error["error"]["param"]) == ("idempotency_mismatch", param)
+    assert body(await deployed.client.post(f"/api/v1{path}", json=sent, headers=once), 201) == made
+
+
 async def test_projects_and_principals_are_created_shown_listed_and_changed(deployed: Deployment) -> None:
     api, once = deployed.client, {"idempotency-key": "once"}
     bodies = {
