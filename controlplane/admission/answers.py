@@ -75,6 +75,16 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.units is None else self.units.get((charge.key, charge.start(at)), 0)
 
 
+class DoubtedCounter(msgspec.Struct, frozen=True, kw_only=True):
+    """A calendar counter with units of leases that expired long ago without an end: once the ledger has all of
+    [`start`, `since`), correct it by that sum. Until then it counts them as used.
+    """
+
+    charge: Charge
+    start: int
+    since: float
+
+
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`repeated`: this very call was answered before, and nothing was taken again. `uncounted` names the quotas that
     let it pass because the store is away.
@@ -85,6 +95,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     warnings: tuple[SoftLimit, ...] = ()
     repeated: bool = False
     uncounted: tuple[str, ...] = ()
+    doubted: tuple[DoubtedCounter, ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +119,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     refusals: tuple[Refusal, ...]
     standings: tuple[Standing, ...]
+    doubted: tuple[DoubtedCounter, ...] = ()
 
     @property
     def never(self) -> bool:
@@ -134,7 +146,7 @@ class ColdCounter(msgspec.Struct, frozen=True, kw_only=True):
 
     charge: Charge
     start: int
-    stop: int
+    stop: float
 
 
 class Cold(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -233,10 +245,12 @@ def soft_warnings(charges: Sequence[Charge], used: Iterable[int]) -> tuple[SoftL
     )
 
 
-def refused(refusals: Iterable[Refusal], standings: tuple[Standing, ...]) -> Refused:
+def refused(
+    refusals: Iterable[Refusal], standings: tuple[Standing, ...], doubted: tuple[DoubtedCounter, ...] = ()
+) -> Refused:
     """The longest wait first, never before all."""
     by_wait = sorted(refusals, key=lambda one: math.inf if one.retry_after_s is None else one.retry_after_s)
-    return Refused(refusals=tuple(reversed(by_wait)), standings=standings)
+    return Refused(refusals=tuple(reversed(by_wait)), standings=standings, doubted=doubted)
 
 
 _REQUESTS = frozenset({QuotaKind.REQUESTS_PER_MINUTE})

@@ -42,6 +42,7 @@ from controlplane.admission.answers import (
     Basis,
     Cold,
     ColdCounter,
+    DoubtedCounter,
     Ended,
     Ending,
     Extended,
@@ -282,6 +283,14 @@ class Leases:
         """
         words = [counter.start, counter.stop, base, wire.micros(complete_until)]
         answer = await self._ask("hydrate", tenant_id, [counter.charge], words)
+        return Unavailable() if isinstance(answer, _Silence) else bool(answer[2])
+
+    async def correct(self, tenant_id: str, counter: DoubtedCounter, used: int) -> bool | Unavailable:
+        """Take what was reserved by leases long expired out of a counter, now that the ledger has all that was used in
+        [`start`, `since`): `used`. False when somebody already has.
+        """
+        words = [counter.start, wire.micros(counter.since), used]
+        answer = await self._ask("correct", tenant_id, [counter.charge], words)
         return Unavailable() if isinstance(answer, _Silence) else bool(answer[2])
 
     async def standings(

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from controlplane.redis_pipe import ScriptPipe
 
-NAMES = ("acquire", "extend", "settle", "reassert", "hydrate", "peek", "reserved")
+NAMES = ("acquire", "extend", "settle", "reassert", "hydrate", "correct", "peek", "reserved")
 
 
 @cache

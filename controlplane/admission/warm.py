@@ -1,4 +1,5 @@
-"""Taking a lease whatever the store has forgotten: cold counters are hydrated and windows that moved on computed again.
+"""Taking a lease whatever the store has forgotten: cold counters are hydrated, windows that moved on computed again,
+and counters that hold what nobody will settle are corrected, behind the requests' backs.
 
 Layer: service. It reads no ledger itself; the caller says how one is summed.
 """
@@ -6,14 +7,23 @@ Layer: service. It reads no ledger itself; the caller says how one is summed.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
-from controlplane.admission.answers import Cold, ColdCounter, Ended, Granted, OutsideWindows, Refused
+from controlplane.admission.answers import Cold, ColdCounter, DoubtedCounter, Ended, Granted, OutsideWindows, Refused
 from controlplane.admission.charges import Charge
 from controlplane.admission.leases import Leases
 
+logger = logging.getLogger(__name__)
+
 ROUNDS = 4
 """Windows moved on, cold counters found, another window begun meanwhile: no honest store needs more."""
+CORRECTED_EVERY_S = 15.0
+"""From when a counter is seen in doubt until the ledger is summed for it, and between two tries: longer than usage is
+on its way."""
+MOST_DOUBTED = 1_000
 
 Sum = Callable[[ColdCounter], Awaitable[tuple[int, float]]]
 """Units the ledger has for a counter's limit in [start, stop), and the time until which it surely had all."""
@@ -28,9 +38,11 @@ class Warmer:
     who wait; the next request tries again.
     """
 
-    def __init__(self, leases: Leases) -> None:
+    def __init__(self, leases: Leases, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._leases = leases
+        self._monotonic = monotonic
         self._under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._correct_at: OrderedDict[tuple[str, int], float] = OrderedDict()
 
     async def acquire(
         self,
@@ -51,6 +63,9 @@ class Warmer:
             elif isinstance(outcome, OutsideWindows):
                 charges = charges_at(outcome.now)
             else:
+                if isinstance(outcome, Granted | Refused):
+                    for one in outcome.doubted:
+                        self._doubt(tenant_id, one, sum_ledger)
                 return outcome
         raise StoreRestlessError("the store's counters do not stay hydrated")
 
@@ -66,6 +81,30 @@ class Warmer:
     async def _sum_and_hydrate(self, tenant_id: str, counter: ColdCounter, sum_ledger: Sum) -> None:
         base, complete_until = await sum_ledger(counter)
         await self._leases.hydrate(tenant_id, counter, base, complete_until=complete_until)
+
+    def _doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        """Correct the counter when its time has come; no request waits for it."""
+        name, now = (counter.charge.key, counter.start), self._monotonic()
+        if name in self._under_way:
+            return
+        if now < self._correct_at.setdefault(name, now + CORRECTED_EVERY_S):
+            if len(self._correct_at) > MOST_DOUBTED:
+                self._correct_at.popitem(last=False)
+            return
+        self._correct_at[name] = now + CORRECTED_EVERY_S
+        task = asyncio.create_task(self._sum_and_correct(tenant_id, counter, sum_ledger))
+        self._under_way[name] = task
+        task.add_done_callback(lambda done: self._ended(name, done))
+
+    async def _sum_and_correct(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        span = ColdCounter(charge=counter.charge, start=counter.start, stop=counter.since)
+        try:
+            used, complete_until = await sum_ledger(span)
+            if complete_until >= counter.since:
+                await self._leases.correct(tenant_id, counter, used)
+                self._correct_at.pop((counter.charge.key, counter.start), None)
+        except Exception as error:  # nobody waits for it: the next request after a while tries again
+            logger.warning("a counter of expired leases could not be corrected: %s", type(error).__name__)
 
     def _ended(self, name: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._under_way[name]

@@ -15,6 +15,7 @@ from controlplane.admission.answers import (
     Basis,
     Cold,
     ColdCounter,
+    DoubtedCounter,
     Ended,
     Ending,
     Granted,
@@ -84,16 +85,26 @@ def _place(charge: Charge, at: float) -> int:
 
 def standings(charges: Sequence[Charge], words: list[list[int]]) -> tuple[Standing, ...]:
     return tuple(
-        standing_of(charge, used, reset / SECOND_US) for charge, (used, reset) in zip(charges, words, strict=True)
+        standing_of(charge, used, reset / SECOND_US) for charge, (used, reset, _) in zip(charges, words, strict=True)
+    )
+
+
+def doubted(charges: Sequence[Charge], words: list[list[int]], now: int) -> tuple[DoubtedCounter, ...]:
+    """Those of `charges` whose counter is in doubt; `now` in microseconds."""
+    return tuple(
+        DoubtedCounter(charge=charge, start=charge.start(now / SECOND_US), since=since / SECOND_US)
+        for charge, (_, _, since) in zip(charges, words, strict=True)
+        if since
     )
 
 
 def obstacle(tenant_id: str, charges: Sequence[Charge], answer: list[Any]) -> Refused | Cold | OutsideWindows | Ended:
     """What any script that takes says when it has taken nothing."""
     match answer:
-        case ["refused", _, _, refusals, words]:
+        case ["refused", _, now, refusals, words]:
             stands = standings(charges, words)
-            return refused((_refusal(charges[i], stands[i].used, wait) for i, wait in refusals), stands)
+            found = (_refusal(charges[i], stands[i].used, wait) for i, wait in refusals)
+            return refused(found, stands, doubted(charges, words, now))
         case ["cold", _, now, cold]:
             counters = tuple(ColdCounter(charge=charges[i], start=start, stop=stop) for i, start, stop in cold)
             return Cold(tenant_id=tenant_id, counters=counters, now=now / SECOND_US)
@@ -120,7 +131,7 @@ def _refusal(charge: Charge, used: int, wait: int) -> Refusal:
 
 def granted(lease: Lease, asked: Sequence[Charge], answer: list[Any]) -> Granted:
     """`lease` as it should be, but for what the store decides."""
-    _, epoch, _, repeated, fence, taken, expires, words = answer
+    _, epoch, now, repeated, fence, taken, expires, words = answer
     lease = msgspec.structs.replace(
         lease,
         basis=Basis.STORE,
@@ -135,6 +146,7 @@ def granted(lease: Lease, asked: Sequence[Charge], answer: list[Any]) -> Granted
         standings=stands,
         warnings=soft_warnings(asked, (one.used for one in stands)),
         repeated=bool(repeated),
+        doubted=doubted(asked, words, now),
     )
 
 

@@ -1,6 +1,6 @@
 -- Take every charge of a request or none: {id, holder, ttl, charges {counter, amount, hard, window...}}.
 local id, holder, ttl, charges = unpack(request)
-forget_old()
+tidy()
 local record = read_record(id)
 if record then
   if record[STATE] == SETTLED then return answer('ended', 'settled') end

@@ -6,18 +6,22 @@
 --
 -- A rate counter is a hash: units by second, their total t, the oldest and latest second o and l.
 -- A calendar counter is a hash: units by window start; p<start> what live leases hold of a window not hydrated yet;
--- a<start> until when the base it was hydrated from is complete.
+-- a<start> until when the base it was hydrated from is complete; r<start> what is held by leases not written off; while
+-- it is in doubt d<start>, since when, and o<start>, what r less the counter was then; w<start> that more has been
+-- written off since.
 -- A held counter is a sorted set: live leases by expiry. What has expired does not count, removed or not.
 local META, LEASES, ORDER, FIRST = KEYS[1], KEYS[2], KEYS[3], 3
 local RATE, CALENDAR, HELD = 1, 2, 3
 local LIVE, SETTLED = 0, 1
 local STATE, EXPIRES, FENCE, TAKEN, STEP, HOLDER, PARTS = 1, 2, 3, 4, 5, 6, 7
-local KEY, COUNTER, UNITS, PLACE = 1, 2, 3, 4
+local KEY, COUNTER, UNITS, PLACE, GONE = 1, 2, 3, 4, 5
 local SECOND = 1000000
 local SPAN = 61              -- seconds a bucket counts: every unit in it is then older than a minute
 local REAPED = 16            -- records and slots one call removes at most
 local RECORDS = 100000       -- records kept for a tenant
 local DAY = 86400 * SECOND
+local WRITTEN_OFF = 3600 * SECOND -- after its expiry; nobody keeps a lease alive for longer than that
+local SWEPT = 128            -- leases one call looks at; more than one call gives the same expiry
 local SETTLED_KEPT = 60 * SECOND
 local QUIET_MS = 8 * 86400000
 
@@ -36,15 +40,15 @@ end
 -- Tenant --------------------------------------------------------------------------------------------------------------
 
 local function store_epoch()
-  local meta = redis.call('HMGET', META, 'epoch', 'fence', 'touched')
+  local meta = redis.call('HMGET', META, 'epoch', 'fence', 'touched', 'swept')
   if not meta[1] then
     redis.call('HSET', META, 'epoch', int(now))
     meta[1] = int(now)
   end
-  return tonumber(meta[1]), tonumber(meta[2] or 0), tonumber(meta[3] or 0)
+  return tonumber(meta[1]), tonumber(meta[2] or 0), tonumber(meta[3] or 0), tonumber(meta[4] or 0)
 end
 
-local epoch, last_fence, touched = store_epoch()
+local epoch, last_fence, touched, swept = store_epoch()
 
 local function new_fence()
   last_fence = math.max(last_fence + 1, now)
@@ -52,8 +56,9 @@ local function new_fence()
   return last_fence
 end
 
+-- Only what `write_off_expired` has passed.
 local function forget_old()
-  local old = redis.call('ZRANGEBYSCORE', ORDER, '-inf', int(now), 'LIMIT', 0, REAPED)
+  local old = redis.call('ZRANGEBYSCORE', ORDER, '-inf', int(math.min(now, swept)), 'LIMIT', 0, REAPED)
   if #old == 0 and redis.call('ZCARD', ORDER) > RECORDS then
     old = redis.call('ZRANGE', ORDER, 0, REAPED - 1)
   end
@@ -196,6 +201,36 @@ local function calendar_lower(key, start, units)
   if lowered > 0 then redis.call('HINCRBY', key, field, int(-lowered)) end
 end
 
+-- A lease takes hold of units, or lets go of them.
+local function calendar_hold(key, start, units)
+  calendar_raise(key, start, units)
+  if units > 0 then redis.call('HINCRBY', key, 'r' .. int(start), int(units)) end
+end
+
+local function calendar_let_go(key, start, units)
+  local field = 'r' .. int(start)
+  local lowered = math.min(units, tonumber(redis.call('HGET', key, field) or 0))
+  if lowered > 0 then redis.call('HINCRBY', key, field, int(-lowered)) end
+end
+
+-- From now on it is known what of the counter the ledger cannot have: the leases' units, and what changes.
+local function calendar_doubt(key, start)
+  local known = redis.call('HMGET', key, int(start), 'r' .. int(start), 'd' .. int(start))
+  if not known[1] then return end
+  if known[3] then
+    redis.call('HSET', key, 'w' .. int(start), 1)
+  else
+    redis.call('HSET', key, 'd' .. int(start), int(now), 'o' .. int(start),
+      int(tonumber(known[2] or 0) - tonumber(known[1])))
+  end
+end
+
+-- Use that ended before a counter was in doubt, and is counted in it after: the ledger's sum has it as well.
+local function calendar_told(key, start, units, ended)
+  local since = units > 0 and redis.call('HGET', key, 'd' .. int(start))
+  if since and ended < tonumber(since) - SECOND then redis.call('HINCRBY', key, 'o' .. int(start), int(-units)) end
+end
+
 -- Held ----------------------------------------------------------------------------------------------------------------
 
 local function held_count(key)
@@ -225,6 +260,56 @@ local function held_end(key, id, taken)
   redis.call('HSET', META, 'h:' .. key, int(smoothed + (now - taken - smoothed) / 8))
 end
 
+-- Writing off ---------------------------------------------------------------------------------------------------------
+
+local function write_off(id, record, doubted)
+  local changed = false
+  for _, part in ipairs(record[PARTS]) do
+    if part[COUNTER] == CALENDAR and not part[GONE] then
+      part[GONE], changed = 1, true
+      calendar_let_go(part[KEY], part[PLACE], part[UNITS])
+      if redis.call('HEXISTS', part[KEY], int(part[PLACE])) == 1 then
+        doubted[part[KEY] .. ' ' .. int(part[PLACE])] = part
+      else
+        calendar_lower(part[KEY], part[PLACE], part[UNITS])
+      end
+    end
+  end
+  if changed then redis.call('HSET', LEASES, id, cmsgpack.pack(record)) end
+end
+
+-- What leases that expired long ago hold of calendar counters is only known to the ledger: the counters are in doubt
+-- until it has been summed. They keep their units until then.
+local function write_off_expired()
+  local line = now + DAY - WRITTEN_OFF
+  if line - swept < SECOND then return end
+  local found = redis.call('ZRANGEBYSCORE', ORDER, '(' .. int(swept), int(line), 'WITHSCORES', 'LIMIT', 0, SWEPT)
+  if #found == 2 * SWEPT then
+    line = tonumber(found[#found])
+    for i = #found, 2, -2 do
+      if tonumber(found[i]) < line then
+        line = tonumber(found[i])
+        break
+      end
+    end
+  end
+  local doubted = {}
+  for i = 1, #found, 2 do
+    if tonumber(found[i + 1]) <= line then
+      local record = read_record(found[i])
+      if record and record[STATE] == LIVE then write_off(found[i], record, doubted) end
+    end
+  end
+  for _, part in pairs(doubted) do calendar_doubt(part[KEY], part[PLACE]) end
+  swept = line
+  redis.call('HSET', META, 'swept', int(swept))
+end
+
+local function tidy()
+  write_off_expired()
+  forget_old()
+end
+
 -- Taking --------------------------------------------------------------------------------------------------------------
 
 local NEVER = -1
@@ -247,28 +332,30 @@ local function judge_held(key, amount, hard)
   return used, 0, 0, wait
 end
 
--- Where each counter stands, without taking anything. Answers the standing {used, reset} of each charge, the places
+-- Where each counter stands, without taking anything. Answers the standing {used, reset, in doubt since} of each charge, the places
 -- where units would go, what refuses {index, wait}, what is cold {index, start, stop}, and whether every charge knows
 -- the window of the server's time. A charge of nothing stands in nobody's way.
 local function judge(charges)
   local standings, places, refusals, cold, inside = {}, {}, {}, {}, true
   for i, charge in ipairs(charges) do
     local key, counter, amount, hard = KEYS[FIRST + i], charge[1], charge[2], charge[3]
-    local used, reset, place, wait = 0, 0, 0, 0
+    local used, reset, place, wait, doubt = 0, 0, 0, 0, 0
     if counter == RATE then
       used, reset, place, wait = judge_rate(key, amount, hard)
     elseif counter == HELD then
       used, reset, place, wait = judge_held(key, amount, hard)
     else
       local start, stop = calendar_window(charge[4], charge[5], charge[6])
-      local base = start and redis.call('HGET', key, int(start))
+      local known = start and redis.call('HMGET', key, int(start), 'd' .. int(start)) or {}
+      local base = known[1]
+      doubt = tonumber(known[2] or 0)
       used, place = tonumber(base or 0), start or 0
       reset = start and stop * SECOND - now or 0
       wait = reset
       if amount > 0 and not start then inside = false end
       if amount > 0 and start and not base then cold[#cold + 1] = {i - 1, start, stop} end
     end
-    standings[i], places[i] = {used, reset}, place
+    standings[i], places[i] = {used, reset, doubt}, place
     if hard >= 0 and amount > 0 and used + amount > hard then
       refusals[#refusals + 1] = {i - 1, amount > hard and NEVER or wait}
     end
@@ -308,7 +395,7 @@ local function take(charges, standings, places, id, record)
       rate_add(key, places[i], amount)
       if amount > 0 then standings[i][2] = (second + SPAN) * SECOND - now end
     elseif counter == CALENDAR then
-      calendar_raise(key, places[i], amount)
+      calendar_hold(key, places[i], amount)
     elseif amount > 0 then
       held_add(key, id, record[EXPIRES])
     end

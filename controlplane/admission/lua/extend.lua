@@ -1,12 +1,15 @@
 -- Take more for a lease, or nothing, and keep it for another ttl: {id, holder, ttl, charges, fence, step, lease epoch,
 -- expiry known to the caller}. A repeated step takes nothing again. A lease that has expired gets its slots back only
--- if they are free.
+-- if they are free; one that was written off is said to be lost, so that its holder makes it whole first.
 local id, holder, ttl, charges, fence, step, lease_epoch, expires = unpack(request)
-forget_old()
+tidy()
 local record = read_record(id)
 if not record then return answer('ended', is_lost(lease_epoch, expires) and 'lost' or 'expired') end
 if record[STATE] == SETTLED then return answer('ended', 'settled') end
 if is_fenced(record, holder, fence) then return answer('ended', 'fenced') end
+for _, part in ipairs(record[PARTS]) do
+  if part[GONE] then return answer('ended', 'lost') end
+end
 if record[EXPIRES] <= now then
   for i, charge in ipairs(charges) do
     if charge[1] == HELD then charge[2] = 1 end

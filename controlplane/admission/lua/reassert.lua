@@ -2,11 +2,15 @@
 -- {counter's place in KEYS, counter, units, place}}}. Live ones are renewed, expired ones revived, lost ones made
 -- again. A lease that expired gets a new fence when its holder is another than before.
 local holder, leases = unpack(request)
-forget_old()
+tidy()
 
 local function hold(id, record)
   for _, part in ipairs(record[PARTS]) do
     if part[COUNTER] == HELD then held_add(part[KEY], id, record[EXPIRES]) end
+    if part[GONE] then
+      calendar_hold(part[KEY], part[PLACE], part[UNITS])
+      part[GONE] = nil
+    end
   end
   write_live(id, record)
 end
@@ -16,7 +20,7 @@ local function make_again(id, taken, ttl, charges)
   for _, charge in ipairs(charges) do
     local key, counter, units, place = KEYS[charge[1]], charge[2], charge[3], charge[4]
     if counter == RATE then rate_add(key, place, units) end
-    if counter == CALENDAR then calendar_raise(key, place, units) end
+    if counter == CALENDAR then calendar_hold(key, place, units) end
     if units > 0 then put(record[PARTS], key, counter, units, place) end
   end
   hold(id, record)

@@ -1,20 +1,21 @@
 -- End a lease with what was used, exactly once: {id, holder, fence, lease epoch, expiry known to the caller, when the
 -- work ended, uses {counter, units, window start}}. Answers what was used above the reservation, by use.
 local id, holder, fence, lease_epoch, expires, ended, uses = unpack(request)
-forget_old()
+tidy()
 
 local function settle_one(parts, used)
   local newest, reserved = nil, 0
   for _, part in ipairs(parts) do
     newest, reserved = part, reserved + part[UNITS]
+    if part[COUNTER] == CALENDAR then calendar_let_go(part[KEY], part[PLACE], part[UNITS]) end
   end
   if newest[COUNTER] == HELD then return 0 end
-  local over, unused = used - reserved, reserved - used
+  local over, unused = math.max(0, used - reserved), math.max(0, reserved - used)
   if over > 0 then
     if newest[COUNTER] == RATE then rate_add(newest[KEY], second, over) else
       calendar_raise(newest[KEY], newest[PLACE], over)
+      calendar_told(newest[KEY], newest[PLACE], over, ended)
     end
-    return over
   end
   for i = #parts, 1, -1 do
     local part = parts[i]
@@ -24,8 +25,17 @@ local function settle_one(parts, used)
         calendar_lower(part[KEY], part[PLACE], lowered)
       end
     end
+    if part[COUNTER] == CALENDAR then calendar_told(part[KEY], part[PLACE], part[UNITS] - lowered, ended) end
     unused = unused - lowered
   end
+  return over
+end
+
+-- The sum that takes a lease's units out of the counter has what it used if that ended before.
+local function settle_written_off(part, used)
+  local key, start = part[KEY], int(part[PLACE])
+  local marks = redis.call('HMGET', key, 'a' .. start, 'd' .. start, 'w' .. start)
+  if not marks[3] and ended > tonumber(marks[2] or marks[1] or math.huge) then calendar_raise(key, part[PLACE], used) end
   return 0
 end
 
@@ -38,7 +48,8 @@ local function settle_record(record)
   end
   for i, use in ipairs(uses) do
     local parts = by_key[KEYS[FIRST + i]]
-    overruns[i] = parts and settle_one(parts, use[2]) or 0
+    local settle_parts = parts and parts[1][GONE] and settle_written_off or settle_one
+    overruns[i] = parts and settle_parts(parts[1][GONE] and parts[#parts] or parts, use[2]) or 0
   end
   return overruns
 end
@@ -55,7 +66,10 @@ local function settle_lost()
       rate_add(key, math.floor(ended / SECOND), units)
     elseif counter == CALENDAR then
       local complete = tonumber(redis.call('HGET', key, 'a' .. int(start)) or math.huge)
-      if ended > complete then calendar_raise(key, start, units) end
+      if ended > complete then
+        calendar_raise(key, start, units)
+        calendar_told(key, start, units, ended)
+      end
     end
   end
   return overruns, kept

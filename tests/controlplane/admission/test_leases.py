@@ -256,14 +256,16 @@ async def test_f12_many_lost_leases_free_their_slots_at_once(world: World) -> No
     assert (await world.granted(limits, Use())).standings[0].used == 1
 
 
-async def test_what_expired_long_ago_is_forgotten_without_a_change(world: World) -> None:
+async def test_what_expired_long_ago_is_forgotten_and_its_reservation_in_doubt(world: World) -> None:
     limits = [limit(MONTHLY, 1000)]
     await world.hydrate(limits)
     lost = await world.granted(limits, tokens(600), ttl_s=30)
     await world.advance(DAY_S + 31)
-    await world.granted(limits, tokens(1))
+    found = await world.granted(limits, tokens(1))
     assert await world.leases.settle(lost.lease, tokens(50)) == Ended(why=Ending.EXPIRED)
     assert await world.used(*limits) == [601]
+    assert await world.leases.correct(TENANT, found.doubted[0], 50) is True
+    assert await world.used(*limits) == [51]
 
 
 async def test_records_of_ended_leases_do_not_pile_up(world: World) -> None:

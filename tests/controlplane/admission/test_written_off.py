@@ -1,0 +1,205 @@
+"""What leases that ended with their gateway hold of calendar counters comes back, with no overspend meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from redis.asyncio import Redis
+
+from controlplane.admission.answers import HELD_ON, ColdCounter, DoubtedCounter, Granted, Lease, Refused, Settled
+from controlplane.admission.charges import Charge, Use
+from controlplane.admission.leases import Leases
+from controlplane.admission.warm import CORRECTED_EVERY_S, Warmer
+from tests.controlplane.admission.leasing import CONCURRENT, DAILY, MONTHLY, TENANT, World, limit
+
+LIMITS = [limit(MONTHLY, 1000), limit(CONCURRENT, 1000)]
+LONG = 3600 + 31
+
+
+@pytest.fixture
+async def world(redis: Redis) -> World:
+    world = await World(redis, ttl_s=30).start()
+    await world.hydrate(LIMITS[:1], 100)
+    return world
+
+
+def used(units: int) -> Use:
+    return Use(input=units)
+
+
+async def doubt(world: World) -> DoubtedCounter:
+    """Of the month, as a request of nothing finds it."""
+    found = await world.acquire(LIMITS, used(0))
+    assert isinstance(found, Granted)
+    await world.leases.settle(found.lease, used(0))
+    return found.doubted[0]
+
+
+async def month(world: World) -> int:
+    return (await world.used(LIMITS[0]))[0]
+
+
+async def test_f14_what_a_killed_gateway_held_of_a_month_comes_back_by_the_ledger(world: World) -> None:
+    for _ in range(3):
+        await world.granted(LIMITS, used(200))
+    await world.advance(3600)
+    live = await world.granted(LIMITS, used(90))
+    assert live.doubted == ()
+    await world.advance(31)
+    refused = await world.refused(LIMITS, used(500))
+    [counter] = refused.doubted
+    assert await month(world) == 790, "nothing comes back before the ledger has been summed"
+    assert await world.leases.settle(live.lease, used(40)) == Settled(late=True)
+    assert await world.leases.correct(TENANT, counter, 100 + 35) is True
+    assert await month(world) == 100 + 35 + 40
+    assert await world.leases.correct(TENANT, counter, 100 + 35) is False
+    assert (await world.granted(LIMITS, used(500))).doubted == ()
+
+
+async def test_f14_one_counter_is_summed_once_and_no_request_waits_for_it(world: World) -> None:
+    await world.granted(LIMITS, used(800))
+    await world.advance(LONG)
+    spans: list[tuple[float, float]] = []
+    told = 0.0
+    at = 0.0
+
+    async def ledger(counter: ColdCounter) -> tuple[int, float]:
+        spans.append((counter.start, counter.stop))
+        return 150, told
+
+    def charges_at(_: float | None) -> Sequence[Charge]:
+        return world.charges(LIMITS, used(500))
+
+    warmer = Warmer(world.leases, monotonic=lambda: at)
+
+    async def ask(name: str) -> Granted | Refused:
+        outcome = await warmer.acquire(TENANT, name, charges_at, ledger)
+        assert isinstance(outcome, Granted | Refused)
+        while warmer._under_way:
+            await asyncio.sleep(0)
+            await asyncio.gather(*warmer._under_way.values())
+        return outcome
+
+    since = world.now
+    assert isinstance(await ask("a"), Refused)
+    assert spans == []
+    at = CORRECTED_EVERY_S
+    assert isinstance(await ask("b"), Refused)
+    assert [stop for _, stop in spans] == [pytest.approx(since)]
+    assert isinstance(await ask("c"), Refused)
+    assert len(spans) == 1, "a ledger that is behind is not asked again at once"
+    told, at = world.now, 2 * CORRECTED_EVERY_S
+    assert isinstance(await ask("d"), Refused)
+    assert isinstance(await ask("e"), Granted)
+    assert len(spans) == 2
+    assert await month(world) == 150 + 500
+
+
+async def test_f14_a_lease_written_off_is_made_whole_when_its_holder_comes_back(world: World) -> None:
+    mine = await world.granted(LIMITS, used(300))
+    await world.advance(LONG)
+    counter = await doubt(world)
+    assert await world.leases.correct(TENANT, counter, 100) is True
+    assert await month(world) == 100
+    longer = await world.leases.extend(mine.lease, world.charges(LIMITS, Use(requests=0, output=50)))
+    assert isinstance(longer, Granted), longer
+    assert await month(world) == 450
+    assert await world.leases.settle(longer.lease, used(120)) == Settled()
+    assert await month(world) == 220
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_f14_an_ending_told_after_the_writing_off_counts_once(world: World, before: bool) -> None:
+    """What ended before the doubt began is in the ledger's sum, what ended after is not."""
+    mine = await world.granted(LIMITS, used(300))
+    ended = world.now + 20
+    await world.advance(LONG)
+    counter = await doubt(world)
+    if not before:
+        await world.advance(5)
+        ended = world.now
+    late = world.gateway(wall=lambda: ended)
+    late._holder = world.leases._holder
+    assert await late.settle(mine.lease, used(60)) == Settled(late=True)
+    assert await world.leases.correct(TENANT, counter, 160 if before else 100) is True
+    assert await month(world) == 160
+
+
+async def test_f14_many_leases_that_expire_together_are_all_written_off(world: World) -> None:
+    limits = [limit(DAILY, 10_000), limit(CONCURRENT, 1000)]
+    await world.hydrate(limits[:1])
+    for number in range(300):
+        await world.advance(0.000_001 * (number % 64 == 0))
+        await world.granted(limits, used(1))
+    await world.advance(LONG)
+    for _ in range(4):
+        await world.advance(2)
+        found = await world.granted(limits, used(0))
+        await world.leases.settle(found.lease, used(0))
+    while found.doubted:
+        await world.leases.correct(TENANT, found.doubted[0], 0)
+        found = await world.granted(limits, used(0))
+    assert await world.used(limits[0]) == [0]
+
+
+@dataclass
+class Ledger:
+    """Every attempt's use with when it ended, whoever told it."""
+
+    rows: list[tuple[float, int]] = field(default_factory=list)
+
+    def before(self, at: float) -> int:
+        return sum(units for ended, units in self.rows if ended < at)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_f14_random_crashes_end_at_the_ledgers_truth_and_never_below_it(redis: Redis, seed: int) -> None:
+    dice = random.Random(seed)
+    world = await World(redis, ttl_s=30).start()
+    world.now_us -= 11 * 3600 * 1_000_000
+    await world.advance(0)
+    limits = [limit(DAILY, 10**9)]
+    await world.hydrate(limits)
+    ledger = Ledger()
+    gateways: list[tuple[Leases, list[Lease]]] = [(world.gateway(ttl_s=30), []) for _ in range(3)]
+    doubts: list[DoubtedCounter] = []
+    for _ in range(150):
+        await world.advance(dice.uniform(1, 90) if dice.random() < 0.9 else 1900)
+        which = dice.randrange(3)
+        leases, held = gateways[which]
+        choice = dice.random()
+        if choice < 0.45:
+            world.leases = leases
+            found = await world.granted(limits, used(dice.randrange(1, 100)))
+            held.append(found.lease)
+            doubts += found.doubted
+        elif choice < 0.65 and held:
+            lease = held.pop(dice.randrange(len(held)))
+            units = dice.randrange(120)
+            ledger.rows.append((world.now, units))
+            await leases.settle(lease, used(units))
+        elif choice < 0.75:  # killed: what ran has used something, which its replica tells
+            ledger.rows += [(world.now, dice.randrange(lease.charges[0].amount + 1)) for lease in held]
+            gateways[which] = (world.gateway(ttl_s=30), [])
+        elif doubts:
+            counter = doubts.pop(dice.randrange(len(doubts)))
+            await leases.correct(TENANT, counter, ledger.before(counter.since))
+        for other, its in gateways:
+            told = await other.reassert(its)
+            assert isinstance(told, tuple)
+            assert all(one.state in HELD_ON for one in told)
+        live = sum(lease.charges[0].amount for _, its in gateways for lease in its)
+        assert (await world.used(*limits))[0] >= ledger.before(world.now + 1) + live
+    for wait_s in (LONG, 10, 10, 10):
+        await world.advance(wait_s)
+        for other, its in gateways:
+            await other.reassert(its)
+        found = await world.granted(limits, used(0))
+        for counter in found.doubted:
+            await world.leases.correct(TENANT, counter, ledger.before(counter.since))
+    live = sum(lease.charges[0].amount for _, its in gateways for lease in its)
+    assert await world.used(*limits) == [ledger.before(world.now + 1) + live]
