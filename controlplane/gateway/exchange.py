@@ -228,14 +228,14 @@ class Exchange:
             on_first=gateway.recorder.first_tokens,
             headers=held.headers,
         )
-        self._relay, self._work = relay, _Work.TAKEN
+        self._relay, self._work = relay, _Work.NONE
         assert self._turn is not None, "nothing is dispatched before its turn"
         self._turn.watch(lambda: relay.reading.times.counted)
         response = None
         gateway.board.begin(replica.replica)
         try:
             url = replica.url + UPSTREAM_PREFIX + self._path
-            response = await gateway.post(held.lease, url, self._headers(request), request.forward)
+            response = await gateway.post(held.lease, url, self._headers(request), request.forward, self._sent)
             if response.status < 400:
                 gateway.recorder.accept(record)
             else:
@@ -258,6 +258,9 @@ class Exchange:
                 response.close()
             relay.settle()
         return None
+
+    def _sent(self) -> None:
+        self._work = _Work.TAKEN
 
     async def _cancelled(self, relay: Relay) -> UpstreamFailure | None:
         """The client left (then the cancellation goes on), or the gateway is shutting down (then it is told so)."""

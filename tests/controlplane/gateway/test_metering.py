@@ -161,6 +161,32 @@ async def test_f7_whoever_leaves_an_answer_that_was_not_streamed_pays_what_was_r
         assert await used(served, held) == 0
 
 
+@pytest.mark.parametrize("body", [ASK, ASK_STREAM])
+async def test_f7_whoever_leaves_before_a_replica_was_sent_anything_pays_nothing(
+    own: Settings, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    connecting = asyncio.Event()
+
+    async def never(*_: object) -> tuple[str, ...]:
+        connecting.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr("controlplane.gateway.guarded.GuardedAddresses.of", never)
+    tokens, requests = limit(TPM, LARGE), limit(RPM, LARGE)
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(tokens, requests)) as served,
+    ):
+        asking = asyncio.create_task(answer_of(served, body))
+        await connecting.wait()
+        asking.cancel()
+        await all_settled(served)
+        assert (await used(served, tokens), await used(served, requests)) == (0, 0)
+        assert await served.usage() == []
+        await assert_nothing_left(served)
+
+
 async def test_f7_a_stream_that_breaks_is_settled_to_what_was_relayed(own: Settings) -> None:
     output = limit(OUT, LARGE)
     broken = parts([event(chunk("a")), event(chunk("b"))], end=False)
