@@ -181,6 +181,13 @@ class _Uncounted(Exchange):
         self.record.grant = None
         await super()._metered(request, send)
 
+    def _used(self, held: Held, request: InferenceBody) -> Use:
+        self.record.grant = self._grant
+        try:
+            return super()._used(held, request)
+        finally:
+            self.record.grant = None
+
 
 class _Anonymous(Exchange):
     def _headers(self, request: InferenceBody) -> dict[str, str]:
