@@ -143,7 +143,9 @@ class Gateway:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The present task relays one request; it may be cut at shutdown."""
+        """The present task relays one request; it may be cut at shutdown. Raises CapacityError (503) when all were."""
+        if self.cutting:
+            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
         task = asyncio.current_task()
         assert task is not None, "only a task can be cut"
         self._running.add(task)

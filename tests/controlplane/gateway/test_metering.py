@@ -585,6 +585,30 @@ async def test_shutdown_ends_leases_too(own: Settings) -> None:
         assert await used(served, held) == 0
 
 
+async def test_shutdown_tells_who_waits_for_a_lease_that_it_was_cut(
+    own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(limit(DAY, LARGE),)) as served,
+    ):
+
+        async def silent(*_: object) -> tuple[int, float]:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+        monkeypatch.setattr(served.gateway.meter, "_sum", silent)
+        asking = asyncio.create_task(answer_of(served))
+        await asked.wait()
+        await served.gateway.drain(0.1)
+        assert (await asking)[:2] == (503, "gateway_shutdown")
+        assert served.total().failed == {"gateway_shutdown": 1}
+        assert not replica.seen
+        await all_settled(served)
+
+
 async def test_bodies_that_hide_a_second_limit_are_refused(own: Settings) -> None:
     bodies = [
         b'{"model":"m","messages":[],"max_tokens":1,"max_tokens":9}',
