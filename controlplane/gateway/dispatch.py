@@ -71,6 +71,7 @@ class Dispatch:
         self._weights: dict[str, dict[str, float]] = {}
         self._slos: tuple[Slo, ...] = ()
         self._objectives: dict[tuple[str, str, str], float | None] = {}
+        self._closed = False
         metrics.states = self.states
 
     def line(self, model: str) -> Line:
@@ -92,6 +93,8 @@ class Dispatch:
             )
             plan = self._plans.get(pool.name)
             found.cost = plan.cost if plan is not None else None
+            if self._closed:
+                found.refuse_waiting(_shutting_down)
             found.open(_kept)
         return found
 
@@ -137,6 +140,7 @@ class Dispatch:
 
     def refuse_waiting(self) -> None:
         """The gateway is shutting down: nobody waits any longer."""
+        self._closed = True
         for line in self._lines.values():
             line.refuse_waiting(_shutting_down)
 

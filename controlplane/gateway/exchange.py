@@ -110,6 +110,10 @@ class Exchange:
             await respond_error(send, error, record.request_id)
         except ClientGoneError:
             record.conclude(Outcome.CANCELLED, "", STATUS_CLIENT_GONE)
+        except asyncio.CancelledError:
+            if not gateway.cutting:
+                raise
+            await self._cut(send)
         except Exception:
             logger.exception("Request failed in the gateway", extra={"request_id": record.request_id})
             record.conclude(Outcome.FAILED, "internal_error", 500)
@@ -119,6 +123,15 @@ class Exchange:
             gateway.settle(record)
             if capture is not None:
                 gateway.prompt_log.end(capture, record)
+
+    async def _cut(self, send: Send) -> None:
+        """The gateway shuts down and the request was at no replica: it is told so, unless it has its answer."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        if self.record.outcome is None and (self._relay is None or not self._relay.started):
+            error = self._answer_for(UpstreamFailure(Cause.SHUTDOWN))
+            await respond_error(send, error, self.record.request_id)
 
     async def _apologise(self, send: Send) -> None:
         error = TidegateError("The gateway failed to handle this request.")
@@ -228,14 +241,14 @@ class Exchange:
             on_first=gateway.recorder.first_tokens,
             headers=held.headers,
         )
-        self._relay, self._work = relay, _Work.TAKEN
+        self._relay, self._work = relay, _Work.NONE
         assert self._turn is not None, "nothing is dispatched before its turn"
         self._turn.watch(lambda: relay.reading.times.counted)
         response = None
         gateway.board.begin(replica.replica)
         try:
             url = replica.url + UPSTREAM_PREFIX + self._path
-            response = await gateway.post(held.lease, url, self._headers(request), request.forward)
+            response = await gateway.post(held.lease, url, self._headers(request), request.forward, self._sent)
             if response.status < 400:
                 gateway.recorder.accept(record)
             else:
@@ -258,6 +271,9 @@ class Exchange:
                 response.close()
             relay.settle()
         return None
+
+    def _sent(self) -> None:
+        self._work = _Work.TAKEN
 
     async def _cancelled(self, relay: Relay) -> UpstreamFailure | None:
         """The client left (then the cancellation goes on), or the gateway is shutting down (then it is told so)."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,13 +98,15 @@ class Gateway:
         if self._upstream is not None:
             await self._upstream.close()
 
-    async def post(self, lease: Lease, url: str, headers: dict[str, str], body: bytes) -> Response:
+    async def post(
+        self, lease: Lease, url: str, headers: dict[str, str], body: bytes, on_sent: Callable[[], None]
+    ) -> Response:
         """Send a request that holds `lease` to a replica; there is no other way to one (F3), but to have
-        its prompt counted. Raises UpstreamFailure.
+        its prompt counted. `on_sent` is called when it goes out. Raises UpstreamFailure.
         """
         assert isinstance(lease, Lease), "nothing is dispatched without a lease"
         assert self._upstream is not None, "the gateway is not open"
-        return await self._upstream.post(url, headers, body)
+        return await self._upstream.post(url, headers, body, on_sent)
 
     async def count(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
         """Tokens of the prompts of `body`, which the replica at `url` would generate from; None when nobody told."""
@@ -141,7 +143,9 @@ class Gateway:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The present task relays one request; it may be cut at shutdown."""
+        """The present task relays one request; it may be cut at shutdown. Raises CapacityError (503) when all were."""
+        if self.cutting:
+            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
         task = asyncio.current_task()
         assert task is not None, "only a task can be cut"
         self._running.add(task)

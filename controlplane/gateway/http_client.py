@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -80,8 +80,12 @@ class HttpPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Response:
-        """Send a request and wait for the answer's head. Raises HttpError. The caller closes the response."""
+    async def post(
+        self, url: str, headers: Mapping[str, str], body: bytes, on_sent: Callable[[], None] = lambda: None
+    ) -> Response:
+        """Send a request and wait for the answer's head. Raises HttpError. The caller closes the response. `on_sent` is
+        called when the request goes out: before that nobody can have seen it.
+        """
         address, line = self._target(url)
         head = line + _lines(headers) + b"content-length: %d\r\n\r\n" % len(body)
         self.in_use += 1
@@ -90,6 +94,7 @@ class HttpPool:
             response = Response(self, connection)
             try:
                 connection.begin(response, head, body)
+                on_sent()
                 await response.head()
             except BaseException:
                 connection.abort()

@@ -135,6 +135,7 @@ class Line:
         self._replicas = 0
         self._rules_until = 0.0
         self._work: list[asyncio.Task[None]] = []
+        self._closed: Callable[[], CapacityError] | None = None
 
     def open(self, kept: Callable[[str, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]) -> None:
         """Start taking turns, in this loop."""
@@ -203,12 +204,15 @@ class Line:
         if late is not None:
             self._metrics.went_at_once(newly.band)
             return Turn(self, request, late.tag, newly.most_input, prediction)
+        if self._closed is not None:
+            raise self._closed()
         grant = await self._stand(request, now)
         self._metrics.went(newly.band, max(0.0, time.time() - now))
         return Turn(self, request, grant.tag, newly.most_input, prediction)
 
     def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
-        """Everybody who waits gives up."""
+        """Everybody who waits gives up, and nobody begins to wait any more."""
+        self._closed = error
         for request_id in list(self._queued):
             self.queue.leave(request_id, error())
 

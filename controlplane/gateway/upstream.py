@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 
 from controlplane.fleet.addresses import replica_policy
 from controlplane.gateway.guarded import GuardedAddresses
@@ -74,10 +75,14 @@ class Upstream:
         """Requests sent whose response was not closed."""
         return self._pool.in_use
 
-    async def post(self, url: str, headers: dict[str, str], body: bytes) -> Response:
-        """Send a request; returns once the response's head is there. Raises UpstreamFailure. The caller closes it."""
+    async def post(
+        self, url: str, headers: dict[str, str], body: bytes, on_sent: Callable[[], None] = lambda: None
+    ) -> Response:
+        """Send a request; returns once the response's head is there. Raises UpstreamFailure. The caller closes it.
+        `on_sent` is called when there is a connection and the request goes out.
+        """
         try:
-            return await self._pool.post(url, self._headers | headers, body)
+            return await self._pool.post(url, self._headers | headers, body, on_sent)
         except HttpError as error:
             raise failure_of(error) from error
 

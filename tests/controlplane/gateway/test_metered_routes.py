@@ -162,17 +162,17 @@ class Bypassing(Extended):
     async def serve(self, head: RequestHead, grant: KeyGrant, receive: Receive, send: Send) -> None:
         body, _ = await read_body(head, receive, 10_000)
         url = f"{self._gateway.fleet.replicas('m')[0].url}/v1{NEW}"
-        response = await self._gateway.post(_free(grant, 0.0), url, {}, body)
+        response = await self._gateway.post(_free(grant, 0.0), url, {}, body, lambda: None)
         await respond(send, response.status, await response.read(), [JSON_TYPE])
 
 
 class _Unleased(Exchange):
     async def _metered(self, request: InferenceBody, send: Send) -> None:
-        await self._deliver(Held(lease=_free(self._grant, 0.0)), request, send)
+        await self._in_turn(Held(lease=_free(self._grant, 0.0)), request, send)
 
 
 class _Unsettled(Exchange):
-    def _used(self, held: Held) -> Use:
+    def _used(self, held: Held, request: InferenceBody) -> Use:
         return NOTHING
 
 
@@ -180,6 +180,13 @@ class _Uncounted(Exchange):
     async def _metered(self, request: InferenceBody, send: Send) -> None:
         self.record.grant = None
         await super()._metered(request, send)
+
+    def _used(self, held: Held, request: InferenceBody) -> Use:
+        self.record.grant = self._grant
+        try:
+            return super()._used(held, request)
+        finally:
+            self.record.grant = None
 
 
 class _Anonymous(Exchange):

@@ -161,6 +161,32 @@ async def test_f7_whoever_leaves_an_answer_that_was_not_streamed_pays_what_was_r
         assert await used(served, held) == 0
 
 
+@pytest.mark.parametrize("body", [ASK, ASK_STREAM])
+async def test_f7_whoever_leaves_before_a_replica_was_sent_anything_pays_nothing(
+    own: Settings, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    connecting = asyncio.Event()
+
+    async def never(*_: object) -> tuple[str, ...]:
+        connecting.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    monkeypatch.setattr("controlplane.gateway.guarded.GuardedAddresses.of", never)
+    tokens, requests = limit(TPM, LARGE), limit(RPM, LARGE)
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(tokens, requests)) as served,
+    ):
+        asking = asyncio.create_task(answer_of(served, body))
+        await connecting.wait()
+        asking.cancel()
+        await all_settled(served)
+        assert (await used(served, tokens), await used(served, requests)) == (0, 0)
+        assert await served.usage() == []
+        await assert_nothing_left(served)
+
+
 async def test_f7_a_stream_that_breaks_is_settled_to_what_was_relayed(own: Settings) -> None:
     output = limit(OUT, LARGE)
     broken = parts([event(chunk("a")), event(chunk("b"))], end=False)
@@ -561,6 +587,30 @@ async def test_shutdown_ends_leases_too(own: Settings) -> None:
         assert b"gateway_shutdown" in await streaming.read()
         await all_settled(served)
         assert await used(served, held) == 0
+
+
+async def test_shutdown_tells_who_waits_for_a_lease_that_it_was_cut(
+    own: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(limit(DAY, LARGE),)) as served,
+    ):
+
+        async def silent(*_: object) -> tuple[int, float]:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+        monkeypatch.setattr(served.gateway.meter, "_sum", silent)
+        asking = asyncio.create_task(answer_of(served))
+        await asked.wait()
+        await served.gateway.drain(0.1)
+        assert (await asking)[:2] == (503, "gateway_shutdown")
+        assert served.total().failed == {"gateway_shutdown": 1}
+        assert not replica.seen
+        await all_settled(served)
 
 
 async def test_bodies_that_hide_a_second_limit_are_refused(own: Settings) -> None:
