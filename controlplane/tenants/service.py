@@ -158,8 +158,8 @@ async def create_key(
     """A new key of a project, owned by a principal if one is named. A repeat with the same idempotency key makes no
     second one: it is refused, naming the first, because a secret cannot be shown again.
 
-    `scopes` None are inference and quota:read as far as the principal's role goes. `reserved` is for the product itself,
-    which alone makes keys of its reserved tenant. Raises InvalidRequestError, NotFoundError or ConflictError.
+    `scopes` None are inference and quota:read as far as the principal's role goes. `reserved` is for the product
+    itself, which alone makes keys of its reserved tenant. Raises InvalidRequestError, NotFoundError or ConflictError.
     """
     if not reserved:
         _check_not_probe(tenant_slug)
