@@ -118,7 +118,11 @@ async def ground(engine: AsyncEngine, leases: Leases) -> AsyncIterator[Ground]:
         model, pools = await _model(session)
         limits = await quotas.load_tenant_quotas(session, tenant_id)
         key = await tenants.create_key(
-            session, tenant_slug=PROBE_TENANT, name="canary", expires_at=datetime.now(UTC) + KEY_LIVES
+            session,
+            tenant_slug=PROBE_TENANT,
+            name="canary",
+            expires_at=datetime.now(UTC) + KEY_LIVES,
+            reserved=True,
         )
     try:
         yield Ground(engine, leases, tenant_id=tenant_id, key=key.plain, model=model, pools=pools, prices=limits.prices)

@@ -15,7 +15,9 @@ REST = "All others"
 
 
 class UsageRow(NamedTuple):
-    """One line. `details` are further keys; `rest` marks the one that sums what was cut off."""
+    """One line. `details` are further keys; `rest` marks the one that sums what was cut off, `probe` the tenant
+    that canaries act as: nobody's own use.
+    """
 
     key: str
     details: tuple[str, ...]
@@ -27,6 +29,7 @@ class UsageRow(NamedTuple):
     cost: int
     unpriced: int
     rest: bool = False
+    probe: bool = False
 
 
 def rows_of(

@@ -32,7 +32,7 @@ def prompt_of(body: bytes) -> tuple[str, bool]:
 
 def answer_of(body: bytes, *, whole: bool) -> tuple[str, bool]:
     """The answer out of the bytes that a client was sent; `whole` says that they are all. Errors have no text."""
-    choices: dict[int, list[str]] = {}
+    choices: dict[int, list[tuple[str, str]]] = {}
     if body.lstrip().startswith(b"{"):
         events: Iterable[bytes] = [body]
     else:
@@ -47,7 +47,7 @@ def answer_of(body: bytes, *, whole: bool) -> tuple[str, bool]:
                 index = choice.get("index")
                 kept = choices.setdefault(index if isinstance(index, int) else 0, [])
                 kept.extend(_texts(choice))
-    texts = ["".join(choices[index]) for index in sorted(choices)]
+    texts = [_joined(choices[index]) for index in sorted(choices)]
     if len(texts) > 1:
         texts = [f"[{number}] {text}" for number, text in enumerate(texts)]
     return _clean("\n".join(texts)), not whole
@@ -63,30 +63,46 @@ def _prompts(prompt: Any) -> Iterator[str]:
 def _messages(messages: Any) -> Iterator[str]:
     for message in _list(messages)[: MOST_PARTS + 1]:
         if isinstance(message, dict):
-            yield f"{message.get('role') or 'nobody'}: {''.join(_texts({'message': message}))}"
+            said = _joined(_texts({"message": message}))
+            yield f"{message.get('role') or 'nobody'}: {said}"
 
 
-def _texts(choice: dict[str, Any]) -> Iterator[str]:
-    """What a choice, whole or a piece of a stream, says: its text, its reasoning and the arguments of its calls."""
+def _texts(choice: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a choice, whole or a piece of a stream, says: its text, its reasoning and the arguments of its calls. Each
+    comes with its place: pieces of one place belong together, those of two are different texts.
+    """
     if isinstance(text := choice.get("text"), str):
-        yield text
+        yield "text", text
     said = choice.get("message") or choice.get("delta")
     if not isinstance(said, dict):
         return
     for name in ("reasoning_content", "content", "refusal"):
-        yield from _content(said.get(name))
-    for call in _list(said.get("tool_calls")):
+        if text := _content(said.get(name)):
+            yield name, text
+    for number, call in enumerate(_list(said.get("tool_calls"))):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
-            yield from (value for name in ("name", "arguments") if isinstance(value := function.get(name), str))
+            index = call.get("index", number)
+            for name in ("name", "arguments"):
+                if isinstance(value := function.get(name), str) and value:
+                    yield f"call {index}", value
 
 
-def _content(content: Any) -> Iterator[str]:
+def _joined(texts: Iterable[tuple[str, str]]) -> str:
+    """Pieces of each place put together, and a line for each place."""
+    places: dict[str, list[str]] = {}
+    for place, text in texts:
+        places.setdefault(place, []).append(text)
+    return "\n".join("".join(pieces) for pieces in places.values())
+
+
+def _content(content: Any) -> str:
     if isinstance(content, str):
-        yield content
-    for part in _list(content):
-        if isinstance(part, dict):
-            yield text if isinstance(text := part.get("text"), str) else f"({part.get('type') or 'part'})"
+        return content
+    parts = [part for part in _list(content) if isinstance(part, dict)]
+    return "\n".join(
+        text if isinstance(text := part.get("text"), str) else f"({part.get('type') or 'part'})" for part in parts
+    )
 
 
 def _list(value: Any) -> list[Any]:

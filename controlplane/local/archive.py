@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import tarfile
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,9 +58,13 @@ def write_archive(target: Path, manifest: Manifest, files: Mapping[str, Path]) -
 
     Raises LocalError; `target` must not exist.
     """
-    fresh = target.with_name(f".{target.name}.new")
     try:
-        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        folder = Path(tempfile.mkdtemp(prefix=".tidegate-backup-", dir=target.parent))
+    except OSError as error:
+        raise from_os_error(error, "write", target) from None
+    fresh = folder / target.name  # nobody else can have put a file or a link of theirs there
+    try:
+        descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w+b") as stream:
             os.fchmod(descriptor, 0o600)
             with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -75,7 +81,7 @@ def write_archive(target: Path, manifest: Manifest, files: Mapping[str, Path]) -
     except OSError as error:
         raise from_os_error(error, "write", target) from None
     finally:
-        fresh.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _add_bytes(tar: tarfile.TarFile, content: bytes) -> None:

@@ -7,7 +7,9 @@ whatever it holds; a tenant gives templates ("EMP-######"), never regular expres
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -44,6 +46,16 @@ _BUILT_IN = {
 }
 
 
+_SPELLED = re.compile(
+    r"\\{1,8}(?:u([0-9A-Fa-f]{4})|([bfnrt\"'/]))"
+    "|[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]"
+)
+"""A character as JSON in a string spells it, once or several times over (arguments of calls are JSON in text), or an
+invisible one."""
+_CONTROLS = dict(zip("bfnrt", "\b\f\n\r\t", strict=True))
+_DASHES = frozenset("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d")
+
+
 class Redacted(msgspec.Struct, frozen=True):
     """What is kept of a text. `replaced` counts what was taken out, `cut` says that the end is missing."""
 
@@ -77,7 +89,7 @@ class Redactor:
     def redact(self, text: str, limit: int) -> Redacted:
         """`text` up to `limit` characters of the original, without what the rules find in them."""
         part = text[: limit + LONGEST_MATCH]
-        spans = _merged(self._spans(part))
+        spans = _merged([*self._spans(part), *self._spelled(part)])
         pieces: list[str] = []
         at = replaced = 0
         for start, end, name in spans:
@@ -88,6 +100,12 @@ class Redactor:
         pieces.append(part[at : max(at, limit)])
         return Redacted("".join(pieces), replaced, len(text) > limit)
 
+    def _spelled(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """What the rules find in `text` once every character is spelled as they know it."""
+        plain, places = _plain(text)
+        if plain != text:
+            yield from ((places[start], places[end], name) for start, end, name in self._spans(plain))
+
     def _spans(self, text: str) -> Iterator[tuple[int, int, str]]:
         for name, pattern in self._patterns:
             for found in pattern.finditer(text):
@@ -95,6 +113,42 @@ class Redactor:
                     yield found.start(), found.end(), name
                 elif length := _card_length(found.group(1)):
                     yield found.start(), found.start() + length, name
+
+
+def _plain(text: str) -> tuple[str, Sequence[int]]:
+    """`text` with escapes resolved, digits, letters, blanks and dashes of all scripts as in ASCII where they have such
+    a form, and without what is invisible; and for each place in that, and its end, the one in `text`.
+    """
+    if text.isascii() and "\\" not in text:
+        return text, range(len(text) + 1)
+    forms = {ord(one): _folded(one) for one in set(text) if not one.isascii()}
+    folded = text.translate(forms) if forms else text
+    pieces: list[str] = []
+    places: list[int] = []
+    at = 0
+    for found in _SPELLED.finditer(folded):
+        pieces.append(folded[at : found.start()])
+        places.extend(range(at, found.start()))
+        at = found.end()
+        code, short = found.groups()
+        character = _folded(chr(int(code, 16))) if code else _CONTROLS.get(short, short or "")
+        if character and not _SPELLED.match(character):
+            pieces.append(character)
+            places.append(found.start())
+    pieces.append(folded[at:])
+    places.extend(range(at, len(folded) + 1))
+    return "".join(pieces), places
+
+
+@lru_cache(4_096)
+def _folded(character: str) -> str:
+    """The ASCII character for `character` where it has such a form, else itself."""
+    if character in _DASHES:
+        return "-"
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    form = unicodedata.normalize("NFKC", character)
+    return form if len(form) == 1 and form.isascii() else character
 
 
 def _card_length(text: str) -> int:

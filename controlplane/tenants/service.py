@@ -130,6 +130,10 @@ async def restore_tenant(session: AsyncSession, before: dict[str, Any] | None, a
     if before is None or after is None:
         what = "a tenant that was created is not removed again: deactivate it" if before is None else "it is gone"
         raise ConflictError(f"it cannot be restored: {what}", code="not_reversible")
+    if before.get("prompt_log") != after.get("prompt_log"):
+        raise ConflictError(
+            "it cannot be restored: a prompt log is turned on and off on the tenant's page", code="not_reversible"
+        )
     await change_tenant(
         session, before["slug"], TenantPatch(**{name: before[name] for name in TenantPatch.__struct_fields__})
     )
@@ -147,13 +151,16 @@ async def create_key(
     expires_at: datetime | None = None,
     metadata: Mapping[str, str] | None = None,
     idempotency_key: str | None = None,
+    reserved: bool = False,
 ) -> CreatedKey:
     """A new key of a project, owned by a principal if one is named. A repeat with the same idempotency key makes no
     second one: it is refused, naming the first, because a secret cannot be shown again.
 
-    `scopes` None are inference and quota:read as far as the principal's role goes. Raises InvalidRequestError,
-    NotFoundError or ConflictError.
+    `scopes` None are inference and quota:read as far as the principal's role goes. `reserved` is for the product
+    itself, which alone makes keys of its reserved tenant. Raises InvalidRequestError, NotFoundError or ConflictError.
     """
+    if not reserved:
+        _check_not_probe(tenant_slug)
     metadata = dict(metadata or {})
     now = datetime.now(UTC)
     check_key(
@@ -197,6 +204,7 @@ async def rotate_key(
     found = await repository.owned_key(session, key_id, locked=True)
     if found is None:
         raise no_key(key_id)
+    _check_not_probe(found.tenant.slug)
     old, now = found.key, datetime.now(UTC)
     if idempotency_key and (made := await repository.key_by_idempotency_key(session, old.tenant_id, idempotency_key)):
         raise _repeated(made)
@@ -311,6 +319,12 @@ def _scopes_for(owner: Principal | None, scopes: Sequence[Scope] | None) -> list
         return [scope.value for scope in DEFAULT_SCOPES if scope in ROLE_SCOPES[role]]
     check_role_covers(role, scopes)
     return [scope.value for scope in Scope if scope in scopes]
+
+
+def _check_not_probe(slug: str) -> None:
+    """Raises ConflictError for the tenant whose keys are the canaries' alone."""
+    if slug == PROBE_TENANT:
+        raise ConflictError(f"the keys of {slug} are made by canaries alone", code="tenant_reserved")
 
 
 def _check_rotatable(key: ApiKey, now: datetime) -> None:

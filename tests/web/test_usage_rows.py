@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from jinja2 import Environment, FileSystemLoader
+
 from controlplane.console import presenters
+from controlplane.console.templates import WEB
 from controlplane.console.usage import months_around, rows_of
 from controlplane.ledger.schemas import UsageSum
+from controlplane.tenants.schemas import PROBE_TENANT
 
 
 def test_what_is_cut_off_is_summed_so_that_lines_add_up() -> None:
@@ -15,6 +19,17 @@ def test_what_is_cut_off_is_summed_so_that_lines_add_up() -> None:
     assert [row.key for row in rows[:2]] == ["k29", "k28"]
     assert (len(rows), rows[-1].rest, rows[-1].attempts) == (11, True, 20)
     assert sum(row.cost for row in rows) == sum(range(30))
+
+
+def test_the_canaries_own_usage_is_marked() -> None:
+    rows = rows_of([("acme", UsageSum(attempts=1)), (PROBE_TENANT, UsageSum(attempts=2))])
+    marked = [row._replace(probe=row.key == PROBE_TENANT) for row in rows]
+    environment = Environment(loader=FileSystemLoader(WEB / "templates"), autoescape=True)
+    environment.globals["p"] = presenters
+    page = '{% from "usage/_parts.html" import sums %}{{ sums("i", "l", "h", rows, "e") }}'
+    shown = environment.from_string(page).render(rows=marked)
+    assert shown.count("Probe") == 1
+    assert shown.index(PROBE_TENANT) < shown.index("Probe")
 
 
 def test_a_month_that_has_not_begun_is_not_offered() -> None:

@@ -9,7 +9,7 @@ import msgspec
 from controlplane.console import regions, views
 from controlplane.console.replica_card import replica_card
 from controlplane.console.sparkline import sparkline
-from controlplane.console.templates import Templates
+from controlplane.console.templates import WEB, Templates
 from controlplane.fleet.schemas import ReplicaView
 from controlplane.gateway.telemetry import OTHER, STRANGERS
 from controlplane.telemetry.schemas import Overview, ScopedFigures
@@ -56,6 +56,14 @@ def test_every_cause_of_a_refusal_is_shown_with_its_count_up_to_a_bound() -> Non
     assert all(f">{cause}<" in page.replace("<wbr>", "") for cause in shown.causes)
     beyond = msgspec.structs.replace(reported, refused={"rare_b": 1, **refused, "rare_a": 2})
     assert outcome(an_overview(beyond)).causes == (*shown.causes, "and 2 more")
+
+
+def test_every_place_to_go_has_an_icon_of_its_own() -> None:
+    folder = WEB / "templates"
+    names = re.findall(r'<li><a href=.*icon\("([a-z]+)"\)', (folder / "layouts/app.html").read_text())
+    drawn = (folder / "components/icon.html").read_text()
+    assert len(names) == len(set(names)) >= 9
+    assert all(f'name == "{name}"' in drawn for name in names)
 
 
 def test_every_state_has_a_word_and_an_icon_of_its_own() -> None:

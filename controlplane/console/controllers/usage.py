@@ -30,6 +30,7 @@ from controlplane.ledger.spans import month_of
 from controlplane.ledger.statements import statement
 from controlplane.telemetry.completeness import completeness
 from controlplane.tenants import service as tenants
+from controlplane.tenants.schemas import PROBE_TENANT
 
 BREAKDOWNS = (
     ("project", "Projects", "by_project"),
@@ -61,7 +62,7 @@ async def usage(
         section="usage",
         month=chosen,
         months=months_around(chosen, now, "UTC"),
-        rows=rows_of([(total.key, total) for total in totals]),
+        rows=[row._replace(probe=row.key == PROBE_TENANT) for row in rows_of([(one.key, one) for one in totals])],
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from controlplane import migrate
 from controlplane.local import backup
-from controlplane.local.archive import DUMP, MANIFEST, Manifest, check_archive
+from controlplane.local.archive import DUMP, MANIFEST, Manifest, check_archive, write_archive
 from controlplane.local.errors import ExitCode, LocalError
 from controlplane.local.home import Home
 from controlplane.local.postgres import EmbeddedPostgres
@@ -119,6 +119,18 @@ def test_nothing_is_written_over(seed: Path, saved: Path, place: Path) -> None:
     (place / "busy" / "run" / "endpoints.json").write_text("{}")
     running = refused(tidegate("restore", saved, "--home", place / "busy"), ExitCode.ALREADY_RUNNING)
     assert "a `tidegate up` runs in" in running
+
+
+def test_no_file_that_somebody_else_left_beside_it_is_written_to(saved: Path, place: Path) -> None:
+    folder = place / "shared"
+    folder.mkdir()
+    victim = folder / "victim"
+    victim.write_text("untouched")
+    (folder / ".mine.tar.new").symlink_to(victim)
+    with pytest.raises(LocalError):
+        write_archive(folder / "mine.tar", check_archive(saved), {})
+    assert victim.read_text() == "untouched"
+    assert sorted(one.name for one in folder.iterdir()) == [".mine.tar.new", "victim"]
 
 
 def test_where_there_is_nothing_to_back_up_it_says_so(place: Path) -> None:

@@ -15,13 +15,14 @@ from controlplane.db import acting_as, transaction
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policy import service
 from controlplane.policy.views import ChangeView, PolicyObject
+from controlplane.promptlog import service as prompt_log
 from controlplane.quotas import price_service, request_service
 from controlplane.quotas import service as quotas
 from controlplane.quotas.schemas import Away, QuotaKind
 from controlplane.quotas.views import GrantSpec, PriceSpec, QuotaPatch, QuotaRequestSpec, QuotaSpec
 from controlplane.slo import service as slos
 from controlplane.slo.schemas import SloPatch, SloSpec
-from controlplane.tenants.schemas import PROBE_TENANT, TenantPatch, TenantView
+from controlplane.tenants.schemas import PROBE_TENANT, PromptLogging, TenantPatch, TenantView
 from controlplane.tenants.service import change_tenant, create_tenant, get_tenant, policy_epoch
 from tests.factories.rows import make_tenant
 
@@ -74,6 +75,16 @@ async def test_the_history_holds_no_secret_and_no_change_that_changed_nothing(
         assert not {"cache_salt", "idempotency_key"} & set(row)
     await change_tenant(session, acme.slug, TenantPatch(weight=3.0))
     assert (await last(session)).id == changed.id
+
+
+async def test_a_prompt_log_is_not_turned_on_or_off_by_a_roll_back(session: AsyncSession, acme: TenantView) -> None:
+    await prompt_log.turn_on(session, acme.slug, PromptLogging())
+    with pytest.raises(ConflictError, match="prompt log"):
+        await service.roll_back(session, (await last(session)).id)
+    await prompt_log.turn_off(session, acme.slug)
+    with pytest.raises(ConflictError, match="prompt log"):
+        await service.roll_back(session, (await last(session)).id)
+    assert not (await prompt_log.show(session, acme.slug)).log_prompts
 
 
 async def test_limits_of_canaries_count_in_the_epoch_and_fill_no_history(session: AsyncSession) -> None:

@@ -44,6 +44,25 @@ def test_what_is_personal_or_secret_is_taken_out(text: str, kept: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (r'{"to": "ada\u0040example.com"}', '{"to": "[email]"}'),
+        (r'{"code": "x = 1\nsk-abcdefghijklmnop1234"}', r'{"code": "x = 1\n[secret]"}'),
+        (r'{\\"password\\": \\"hunter2\\"}', r'{\\"[secret]\\"}'),
+        ("4111\u00a01111\u00a01111\u00a01111", "[card]"),
+        ("4111\u20111111\u20131111\u20141111", "[card]"),
+        ("４１１１１１１１１１１１１１１１", "[card]"),
+        ("٤١١١ ١١١١ ١١١١ ١١١١", "[card]"),
+        ("4111\u200b1111\u200b1111\u200b1111", "[card]"),
+        ("ada＠example．com", "[email]"),
+        ("ruf 030\u202f12345678 an", "ruf [phone] an"),
+    ],
+)
+def test_what_is_spelled_otherwise_is_taken_out_too(text: str, kept: str) -> None:
+    assert ALL.redact(text, LONG).text == kept
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "The password was wrong, and so is 2 + 2 = 5.",
@@ -53,6 +72,8 @@ def test_what_is_personal_or_secret_is_taken_out(text: str, kept: str) -> None:
         "version 10.2.3.4, port 7310, 2026-11-30",
         "a secretary's task",
         "skies are blue",
+        "価格は１２３円、Größe 4 – 5",
+        r"C:\new\temp and \u00e9",
     ],
 )
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
@@ -115,6 +136,9 @@ def test_a_card_number_is_one_by_its_check_digit(number: int) -> None:
         "sk-",
         "password:",
         "-----BEGIN ",
+        "\\",
+        "\\u0031",
+        "é\\n1",
     ],
 )
 def test_no_text_makes_it_slow(piece: str) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from controlplane.db import transaction
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.tenants import keys, service
-from controlplane.tenants.schemas import TenantPatch
+from controlplane.tenants.schemas import PROBE_TENANT, TenantPatch
 from tests.factories.rows import make_key, make_tenant
 
 
@@ -49,6 +49,18 @@ async def test_other_bad_fields_are_refused_by_name(session: AsyncSession, field
     with pytest.raises(InvalidRequestError) as caught:
         await service.create_tenant(session, **{"slug": "acme", "name": "Acme", field: value})  # type: ignore[arg-type]
     assert caught.value.param == field
+
+
+async def test_the_canaries_tenant_and_its_keys_are_theirs_alone(session: AsyncSession) -> None:
+    with pytest.raises(ConflictError) as slug:
+        await service.create_tenant(session, slug=PROBE_TENANT, name="Mine")
+    await service.create_tenant(session, slug=PROBE_TENANT, name="Canaries", reserved=True)
+    with pytest.raises(ConflictError) as made:
+        await service.create_key(session, tenant_slug=PROBE_TENANT, name="mine")
+    canary = await service.create_key(session, tenant_slug=PROBE_TENANT, name="canary", reserved=True)
+    with pytest.raises(ConflictError) as rotated:
+        await service.rotate_key(session, canary.view.key_id)
+    assert [one.value.code for one in (slug, made, rotated)] == ["slug_reserved", "tenant_reserved", "tenant_reserved"]
 
 
 async def test_a_slug_is_taken_once(session: AsyncSession) -> None:
