@@ -285,8 +285,7 @@ class FairQueue:
                 await self._take_turn()
 
     async def _take_turn(self) -> None:
-        now = self._clock()
-        if self._local is not None and now >= self._again_at and await self._try_return():
+        if self._local is not None and _now() >= self._again_at and await self._try_return():
             self._wanted.set()
             return
         self._collect()
@@ -348,7 +347,7 @@ class FairQueue:
         return True
 
     def _leave_alone(self) -> None:
-        self._again_at = self._clock() + AWAY_S
+        self._again_at = _now() + AWAY_S
         asyncio.get_running_loop().call_later(AWAY_S, self._wanted.set)
 
     def _settle(self, request_id: str, grant: Grant | None, error: QueueFullError | None) -> None:

@@ -181,13 +181,18 @@ def _never(code: str, message: str) -> Refusal:
 
 def _full(snapshot: AdmissionSnapshot, lane: Lane, now: float, *, of_tenant: bool = False) -> Refusal:
     wait = snapshot.prediction.wait_s / 2 if snapshot.prediction is not None else 1.0
+    return full(snapshot.limits, lane, _retry_after(snapshot, now, wait), of_tenant=of_tenant)
+
+
+def full(limits: QueueLimits, lane: Lane, retry_after_s: int, *, of_tenant: bool) -> Refusal:
+    """The refusal where as many wait as `limits` say."""
     return Refusal(
         code="tenant_queue_full" if of_tenant else "queue_full",
         layer=Layer.SCHEDULING,
-        message=f"{snapshot.limits.tenant} of your requests wait already."
+        message=f"{limits.tenant} of your requests wait already."
         if of_tenant
-        else f"{snapshot.limits.of(lane)} requests wait in the {lane.name.lower()} lane of this pool.",
-        retry_after_s=_retry_after(snapshot, now, wait),
+        else f"{limits.of(lane)} requests wait in the {lane.name.lower()} lane of this pool.",
+        retry_after_s=retry_after_s,
     )
 
 

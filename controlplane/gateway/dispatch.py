@@ -98,12 +98,20 @@ class Dispatch:
             found.open(_kept)
         return found
 
+    def turn_away(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> None:
+        """Refuse a request that a full line would not let in, before anything is taken for it. Raises CapacityError."""
+        line = self._lines.get(request.model)
+        if line is not None and not line.idle and wish.deadline_s is None:
+            most_input = request.size.input_tokens(self._fleet.context(request.model, self._settings.assumed_context))
+            line.turn_away(grant.tenant, grant.identity, self._weight(line.pool, grant), wish.band, most_input)
+
     async def admit(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> Turn:
         """Wait until `request` may go to a replica. Raises CapacityError (503)."""
         line = self.line(request.model)
         context = self._fleet.context(request.model, self._settings.assumed_context)
         newly = Newly(
             tenant=grant.tenant,
+            key=grant.identity,
             weight=self._weight(line.pool, grant),
             band=wish.band,
             most_input=request.size.input_tokens(context),

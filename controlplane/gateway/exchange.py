@@ -169,6 +169,8 @@ class Exchange:
     async def _metered(self, request: InferenceBody, send: Send) -> None:
         """Deliver under a lease when it is the request's turn, and settle it however that ends."""
         meter = self._gateway.meter
+        assert self._wish is not None, "wishes are read with the head"
+        self._gateway.dispatch.turn_away(self._grant, self._wish, request)
         held = await meter.take(self._grant, request, self._count)
         try:
             await self._in_turn(held, request, send)

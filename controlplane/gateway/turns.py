@@ -21,6 +21,7 @@ from controlplane.admission.bands import Band, Lane, lane_of
 from controlplane.admission.dispatch import Waiting, rules_of
 from controlplane.admission.fair_queue import FairQueue, QueueFullError
 from controlplane.admission.pace import Pace
+from controlplane.admission.places import Places
 from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcomer, Queued, QueueLimits, Refusal
 from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, StepCost, predict
 from controlplane.admission.queue import Grant, Rules
@@ -40,10 +41,12 @@ STEP_BUDGET = 2048
 
 class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that wants its turn. `most_input` bounds its prompt, `most_output` its answers, in tokens; `weight` is
-    its tenant's; `objective_s` the TTFT promised to it, `deadline_s` the client's own, both from its arrival.
+    its tenant's, `key` names its API key; `objective_s` the TTFT promised to it, `deadline_s` the client's own, both
+    from its arrival.
     """
 
     tenant: str
+    key: str
     weight: float
     band: Band
     most_input: int
@@ -128,7 +131,9 @@ class Line:
         self._calibration = Calibration(pool=pool)
         self._promised_until = 0.0
         self._queued: dict[str, Queued] = {}
+        self._places = Places(limits, rng)
         self._uncached: dict[str, int] = {}
+        self._keys: dict[str, str] = {}
         self._serial = 0
         self._name = gateway
         self._rules = Rules(0, 0, 1, 0, 0)
@@ -187,6 +192,18 @@ class Line:
             epoch=epoch,
         )
 
+    def turn_away(self, tenant: str, key: str, weight: float, band: Band, most_input: int) -> None:
+        """Refuse at once what a full line would not let in; costs no call. Raises CapacityError (503)."""
+        if not self._queued:
+            return
+        lane = lane_of(self.pace.prompt(tenant, most_input)[0], self._limits.long_prompt)
+        self._weights[tenant] = weight
+        code = self._places.full_for(tenant, lane, band, self._weights)
+        if code is not None:
+            retry_after_s = self._places.refuse(code, tenant, key, lane, time.monotonic())
+            self._metrics.was_refused(band, code)
+            raise _refused(policy.full(self._limits, lane, retry_after_s, of_tenant=code == "tenant_queue_full"), None)
+
     async def turn(self, newly: Newly) -> Turn:
         """Wait for the request's turn. Raises CapacityError (503) when it is refused at once or in the end."""
         if not self.rules().slots:
@@ -206,7 +223,7 @@ class Line:
             return Turn(self, request, late.tag, newly.most_input, prediction)
         if self._closed is not None:
             raise self._closed()
-        grant = await self._stand(request, now)
+        grant = await self._stand(request, newly.key, now)
         self._metrics.went(newly.band, max(0.0, time.time() - now))
         return Turn(self, request, grant.tag, newly.most_input, prediction)
 
@@ -250,7 +267,7 @@ class Line:
                 deadline_at=None if newly.deadline_s is None else now + newly.deadline_s,
             ),
             queued=tuple(self._queued.values()),
-            limits=self._limits,
+            limits=self._places.limits_for(request.tenant, newly.key, request.lane, time.monotonic()),
             weights=self._weights,
             objective_s=newly.objective_s,
             prediction=prediction,
@@ -261,26 +278,50 @@ class Line:
         self._promised_until = admission.promised_until
         if admission.refusal is not None:
             self._metrics.was_refused(request.band, admission.refusal.code)
-            raise _refused(admission.refusal, prediction)
+            raise _refused(self._timed(admission.refusal, request, newly.key), prediction)
         for victim in admission.shed:
-            shed = self._queued.pop(victim)
-            wait = max(1, round(prediction.wait_s)) if prediction is not None else 1
-            if self.queue.leave(victim, _shed(wait)):
+            key, shed = self._keys[victim], self._leave_line(victim)
+            assert shed is not None, "only who waits is shed"
+            wait_s = self._places.refuse("shed", shed.tenant, key, shed.lane, time.monotonic())
+            if self.queue.leave(victim, _shed(wait_s)):
                 self._metrics.was_refused(shed.band, "shed")
 
-    async def _stand(self, request: Waiting, now: float) -> Grant:
+    def _timed(self, refusal: Refusal, request: Waiting, key: str) -> Refusal:
+        """With the wait after which a place in line is kept, where that was what was missing."""
+        if refusal.code not in {"queue_full", "tenant_queue_full"}:
+            return refusal
+        wait_s = self._places.refuse(refusal.code, request.tenant, key, request.lane, time.monotonic())
+        return msgspec.structs.replace(refusal, retry_after_s=wait_s)
+
+    def _leave_line(self, name: str) -> Queued | None:
+        queued = self._queued.pop(name, None)
+        if queued is not None:
+            self._places.left(queued, time.monotonic())
+        return queued
+
+    def _wait_out(self, request: Waiting) -> None:
+        key = self._keys[request.request_id]
+        wait_s = self._places.refuse("queue_wait_exceeded", request.tenant, key, request.lane, time.monotonic())
+        self.queue.leave(request.request_id, _waited_out(self._wait_s, wait_s))
+
+    async def _stand(self, request: Waiting, key: str, now: float) -> Grant:
         name = request.request_id
-        self._queued[name] = Queued(
+        queued = self._queued[name] = Queued(
             request_id=name, tenant=request.tenant, lane=request.lane, band=request.band, arrived_at=now
         )
+        self._places.stood(queued)
         self._uncached[name] = request.uncached
-        timer = asyncio.get_running_loop().call_later(self._wait_s, self.queue.leave, name, _waited_out(self._wait_s))
+        self._keys[name] = key
+        timer = asyncio.get_running_loop().call_later(self._wait_s, self._wait_out, request)
         try:
             return await self.queue.turn_of(request)
         except QueueFullError:
             self._metrics.was_refused(request.band, "queue_full")
             raise capacity(
-                "The pool's queue takes no more requests; try again.", "queue_full", layer=Layer.SCHEDULING
+                "The pool's queue takes no more requests; try again.",
+                "queue_full",
+                layer=Layer.SCHEDULING,
+                retry_after_s=self._places.refuse("queue_full", request.tenant, key, request.lane, time.monotonic()),
             ) from None
         except CapacityError as error:
             if error.code == "queue_wait_exceeded":
@@ -288,8 +329,8 @@ class Line:
             raise
         finally:
             timer.cancel()
-            self._queued.pop(name, None)
-            del self._uncached[name]
+            self._leave_line(name)
+            del self._uncached[name], self._keys[name]
 
     def _predict(self, request: Waiting) -> Prediction | None:
         cost, last = self.cost or self.pace.cost(), self.queue.last
@@ -347,13 +388,14 @@ def _shed(retry_after_s: int) -> CapacityError:
         "The line is full and another request goes first; try again.",
         "shed",
         layer=Layer.SCHEDULING,
-        retry_after_s=min(policy.MAX_RETRY_AFTER_S, retry_after_s),
+        retry_after_s=retry_after_s,
     )
 
 
-def _waited_out(wait_s: float) -> CapacityError:
+def _waited_out(wait_s: float, retry_after_s: int) -> CapacityError:
     return capacity(
         f"No replica had room for the request within {wait_s:g} s; try again.",
         "queue_wait_exceeded",
         layer=Layer.SCHEDULING,
+        retry_after_s=retry_after_s,
     )

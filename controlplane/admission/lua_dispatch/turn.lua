@@ -20,6 +20,9 @@ do
   local flat = call('HGETALL', META)
   for i = 1, #flat, 2 do meta[flat[i]] = flat[i + 1] end
 end
+if next(meta) == nil then -- what is left of an expired or evicted queue has no counts any more: all tell it anew
+  call('UNLINK', unpack(KEYS, 2))
+end
 local function get(field) return tonumber(meta[field] or 0) end
 local changed = {}
 local function set(field, value)

@@ -15,9 +15,12 @@ import pytest
 from msgspec.msgpack import decode
 from redis.asyncio import Redis
 
+from controlplane.admission.dispatch import Dispatcher
 from controlplane.admission.fair_queue import TurnScript, keys_of
 from controlplane.admission.queue import DEAD_S, IDLE_S, SharedQueue, Turn, TurnAnswer
+from dataplane.scheduling.vtc import TokenCharges
 from tests.controlplane.admission.messages import RULES, Chatter
+from tests.controlplane.admission.test_dispatch import waiting
 
 META, SERVED, REQUESTS, GATEWAYS, QUEUE, OWNED, UNSEEN, HELD, IDLE = keys_of("p")[:9]
 
@@ -120,10 +123,33 @@ async def test_when_everything_ended_nothing_is_left_but_what_tenants_were_serve
     assert {await redis.ttl(key) > 0 for key in (META, GATEWAYS)} == {True}
 
 
+async def test_a_queue_that_lost_its_counts_is_told_anew(redis: Redis) -> None:
+    """The keys expire and are evicted one by one: what is left must not be counted from nothing."""
+    script, rules = TurnScript(redis, "p", 5.0), msgspec.structs.replace(RULES, slots=1)
+    dispatcher = Dispatcher("g", TokenCharges())
+    for name in ("runs", "waits"):
+        dispatcher.add(waiting(name))
+    dispatcher.answered(await script.turn(dispatcher.message(rules)))
+    await redis.delete(META)
+    answer = await script.turn(dispatcher.message(rules))
+    assert answer.lost
+    dispatcher.answered(answer)
+    answer = await script.turn(dispatcher.message(rules))
+    assert (answer.slots, answer.waiting) == (1, 1)
+    dispatcher.answered(answer)
+    dispatcher.end("runs")
+    grants = dispatcher.answered(await script.turn(dispatcher.message(rules))).grants
+    assert [grant.request_id for grant in grants] == ["waits"]
+    dispatcher.end("waits")
+    answer = await script.turn(dispatcher.message(rules))
+    assert (answer.slots, answer.waiting, answer.tokens) == (0, 0, 0)
+
+
 TALKER = """
 import asyncio, json, random, sys
 import msgspec
 from redis.asyncio import Redis
+from controlplane.admission.dispatch import Dispatcher
 from controlplane.admission.fair_queue import TurnScript
 from tests.controlplane.admission.messages import RULES, Chatter
 

@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from controlplane.admission.bands import Band, Lane
+from controlplane.admission.places import Places
+from controlplane.admission.policy import Queued, QueueLimits
 from controlplane.admission.retry import GRACE_S, KEPT, LONGEST_S, Comebacks, wait_s
 from controlplane.lab.retry.room import Constant, Visit, bursts, replay
 
@@ -85,3 +88,45 @@ def test_f11_a_herd_refused_at_once_is_let_in_as_it_was_told(rng: random.Random)
     assert outcome.share >= 0.9
     assert outcome.given_up == 0
     assert outcome.most_together <= 32
+
+
+class InLine:
+    """A line whose only tenant's part or lane is the room."""
+
+    def __init__(self, places: int, rng: random.Random, *, part: bool) -> None:
+        limits = QueueLimits(short=10_000 if part else places, tenant=places if part else 10_000)
+        self._code = "tenant_queue_full" if part else "queue_full"
+        self._limits, self._part = limits, part
+        self._places = Places(limits, rng)
+        self._standing: list[Queued] = []
+
+    def _one(self, key: str) -> Queued:
+        tenant = "t" if self._part else key
+        return Queued(request_id="r", tenant=tenant, lane=Lane.SHORT, band=Band.STANDARD, arrived_at=0.0)
+
+    def admits(self, key: str, in_flight: int, now: float) -> bool:
+        one = self._one(key)
+        limits = self._places.limits_for(one.tenant, key, Lane.SHORT, now)
+        if in_flight >= (limits.tenant if self._part else limits.short):
+            return False
+        self._places.stood(one)
+        self._standing.append(one)
+        return True
+
+    def ended(self, now: float) -> None:
+        self._places.left(self._standing.pop(0), now)
+
+    def refuse(self, key: str, now: float) -> int:
+        return self._places.refuse(self._code, self._one(key).tenant, key, Lane.SHORT, now)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_f11_of_those_a_full_line_refused_nine_in_ten_pass_after_exactly_retry_after(
+    rng: random.Random, part: bool
+) -> None:
+    visits = bursts(rng, 400, 32, calm=0.6, rush=1.6)
+    outcome = replay(visits, InLine(32, rng, part=part))
+    assert outcome.refusals > 50
+    assert outcome.share is not None
+    assert outcome.share >= 0.9
+    assert outcome.given_up == 0
