@@ -277,7 +277,8 @@ async def _outage(gateway: Deployed, store: Stoppable, keys: dict[str, str]) -> 
     await until(lambda: not leases.in_flight and not leases.deferred)
 
 
-async def test_f1_f13_four_gateway_processes_hold_one_limit(wide: Settings, operator: Operator) -> None:
+@pytest.mark.parametrize("gateways", [1, 4])
+async def test_f1_f13_gateway_processes_hold_one_limit(wide: Settings, operator: Operator, gateways: int) -> None:
     minute = await operator.limited_key("minute", RPM, 150)
     slots = await operator.limited_key("slots", QuotaKind.CONCURRENT_REQUESTS, 5)
     answer = json.dumps(replicas.COMPLETION)
@@ -289,16 +290,19 @@ async def test_f1_f13_four_gateway_processes_hold_one_limit(wide: Settings, oper
     async with fake_replica(slow) as replica, aiohttp.ClientSession() as client:
         await operator.replica("r0", "pool-m", replica.url)
         with ExitStack() as stack:
-            ports = [
-                stack.enter_context(
+
+            def start(number: int) -> int:
+                own = structs.replace(wide, home=wide.home / str(number))
+                return stack.enter_context(
                     serving(
                         "gateway",
-                        structs.replace(wide, home=wide.home / str(number)),
+                        own,
+                        TIDEGATE_GATEWAY_ID=f"gateway-{number}",
                         TIDEGATE_LEASE_DEADLINE_MS=str(DEADLINE_MS),
                     )
                 )[1]
-                for number in range(4)
-            ]
+
+            ports = [await asyncio.to_thread(start, number) for number in range(gateways)]
 
             async def ask(key: str, port: int) -> int:
                 url = f"http://127.0.0.1:{port}/v1/chat/completions"
