@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.app import Application
 from controlplane.db import transaction
 from controlplane.ledger import service as ledger
+from controlplane.policy import service as policy
 from controlplane.promptlog import service as promptlog
 from controlplane.quotas import request_service
 from controlplane.quotas import service as quotas
@@ -48,6 +49,7 @@ WHOLE = {
     "/api/v1/api-tokens",
     "/api/v1/canaries",
     "/api/v1/me",
+    "/api/v1/policy",
     "/api/v1/pools",
     "/api/v1/prices",
     "/api/v1/prices/{price_id}",
@@ -153,6 +155,8 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
         rows.traces |= await _logged(session, tenant, f"{word}-logged-{number}")
     await seed_quotas(session, tenant, rows)
     await change_tenant(session, tenant, TenantPatch(weight=2.0))  # a second change in the policy's history
+    await session.flush()
+    rows.ids["change_id"] = str((await policy.list_changes(session, tenant=tenant)).items[0].id)
     rows.traces.add(tenant)
     return rows
 

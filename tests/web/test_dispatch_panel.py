@@ -31,7 +31,8 @@ async def test_the_panel_shows_who_waits_and_what_was_planned(operator: Deployme
     async with transaction(resources.engine) as session:
         await fleet.ensure_pool(session, "pool-m", "m")
         await change_tenant(session, "acme", TenantPatch(weight=3.0))
-    page = await operator.client.get("/replicas")
+    assert 'hx-get="/dispatch" hx-trigger="load"' in (await operator.client.get("/replicas")).text
+    page = await operator.client.get("/dispatch", headers={"hx-request": "true"})
     assert "no shares are planned yet" in page.text
     assert "Nobody asks for this pool" in page.text
     arrival = Arrival("r", line_of(Lane.SHORT, Band.LOW), "acme", 1, 10, 1.0)

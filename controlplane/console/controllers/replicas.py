@@ -36,7 +36,6 @@ async def replicas(
         section="replicas",
         replicas=[replica_card(view, scoped.get(view.replica)) for view in found],
         window=window_label(DEFAULT_WINDOW),
-        lines=[] if wants_fragment(request) else await standings(session, resources.redis, time.time()),
     )
 
 

@@ -83,7 +83,7 @@ async def test_a_run_leaves_no_limit_and_no_usable_key(site: Site) -> None:
 
 
 def nothing_is_enforced(patch: pytest.MonkeyPatch) -> None:
-    async def take(self: Meter, grant: Any, request: Any) -> Held:
+    async def take(self: Meter, grant: Any, *_: Any) -> Held:
         return Held(lease=metering._free(grant, 0.0))
 
     patch.setattr(Meter, "take", take)
