@@ -42,11 +42,13 @@ class Server:
         self.requests: list[bytes] = []
         self.url = ""
         self.tasks: set[asyncio.Task[None]] = set()
+        self.writers: list[asyncio.StreamWriter] = []
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self.serve(reader, writer))
         task.add_done_callback(lambda _: writer.close())
         self.tasks.add(task)
+        self.writers.append(writer)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -77,6 +79,9 @@ async def serving(speak: Speak, *, silence_s: float = 5.0) -> AsyncIterator[tupl
         for task in server.tasks:
             task.cancel()
         await asyncio.gather(*server.tasks, return_exceptions=True)
+        for writer in server.writers:
+            writer.transport.abort()
+        await asyncio.gather(*(writer.wait_closed() for writer in server.writers), return_exceptions=True)
 
 
 def says(*pieces: bytes, close: bool = False, pause: float = 0.0) -> Speak:
