@@ -302,9 +302,11 @@ async def test_a_large_body_arrives_and_an_early_answer_to_one_is_heard() -> Non
         await reader.readuntil(b"\r\n\r\n")
         writer.write(PLAIN.replace(b"200 OK", b"413 No"))
         await reader.read(10)
-        await asyncio.sleep(0.5)
+        await heard.wait()
         writer.close()
+        gone.set()
 
+    heard, gone = asyncio.Event(), asyncio.Event()
     refusing = await asyncio.start_server(refuse, "127.0.0.1", 0)
     pool = HttpPool(5.0, ADDRESSES)
     url = f"http://127.0.0.1:{refusing.sockets[0].getsockname()[1]}/"
@@ -314,6 +316,9 @@ async def test_a_large_body_arrives_and_an_early_answer_to_one_is_heard() -> Non
     assert not pool._idle
     pool.close()
     refusing.close()
+    heard.set()
+    async with asyncio.timeout(5):
+        await gone.wait()
 
 
 async def test_f12_a_caller_that_leaves_leaves_no_connection_behind(rng: random.Random) -> None:
