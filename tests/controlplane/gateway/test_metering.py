@@ -524,8 +524,8 @@ async def test_f12_clients_that_leave_at_random_moments_leave_no_lease(
             granted = tally.granted
             await asyncio.gather(*(visit(visited + i) for i in range(40)), return_exceptions=True)
             visited += 40
-            if tally.granted - granted <= 10 and longest < 20.0:
-                longest *= 2  # on a busy machine hardly any came as far as a lease
+            hardly_any = tally.granted - granted <= 10  # came as far as a lease: the machine is busy just now
+            longest = min(20.0, longest * 2) if hardly_any else max(0.15, longest / 2)
         await all_settled(served, within_s=120.0)
         await assert_nothing_left(served)
         assert tally.granted > requests / 4
