@@ -113,7 +113,7 @@ class EngineReporter:
         self._url = f"{control_url.rstrip('/')}/internal/v1/reports"
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/msgpack"}
         self._started = time.time()
-        self._boot = time.time_ns()
+        self._boot = time.time_ns() // 1_000_000
         self._sequence = 0
         self._acknowledged = 0
 
