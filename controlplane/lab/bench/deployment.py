@@ -37,6 +37,10 @@ from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
 
 TENANT = "bench"
+LEASE_DEADLINE_MS = 2000
+"""With two cores Valkey shares one with a load that takes all of it: its answers are late then, not away."""
+NO_GATEWAY = "http://127.0.0.1:9"
+"""Where canaries look for a gateway: their requests are not to be measured."""
 MAX_IN_FLIGHT = 128
 """Bound of requests in flight at the gateway: above every concurrency measured, small enough to be filled."""
 LIMITED = (
@@ -194,7 +198,12 @@ class Deployment:
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """`given` without what would point a deployment elsewhere, with the bench's own bounds."""
     kept = {name: value for name, value in given.items() if not name.startswith(OURS)}
-    return {**kept, "TIDEGATE_MAX_IN_FLIGHT": str(MAX_IN_FLIGHT)}
+    return {
+        **kept,
+        "TIDEGATE_MAX_IN_FLIGHT": str(MAX_IN_FLIGHT),
+        "TIDEGATE_LEASE_DEADLINE_MS": str(LEASE_DEADLINE_MS),
+        "TIDEGATE_CANARY_GATEWAYS": NO_GATEWAY,
+    }
 
 
 def post(target: Target, content: bytes) -> tuple[int, str]:
