@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import http.client
+import os
 import re
 import tempfile
 import time
@@ -32,6 +33,9 @@ PROMPT = (
     "A traveller wants to see the Eiffel Tower, the Louvre and Notre-Dame. Which city in France should they visit?"
 )
 
+QUIET = {"TIDEGATE_CANARY_GATEWAYS": "http://127.0.0.1:9"}
+"""Canaries find no gateway: figures are compared with the check's own requests."""
+
 
 class CheckFailedError(Exception):
     """A promise did not hold; one sentence."""
@@ -56,7 +60,7 @@ def run_check(*, model: str, console: Console, error_console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="tidegate-check-") as folder:
         home = Path(folder)
         home.chmod(0o711)
-        stack = Stack(Options(home=home / "home", ports=Ports.free(), model=model), display)
+        stack = Stack(Options(home=home / "home", ports=Ports.free(), model=model), display, {**os.environ, **QUIET})
         code, orderly, held = ExitCode.OK, True, False
         try:
             with display:
