@@ -115,6 +115,8 @@ def test_the_deployment_is_its_own_whatever_the_environment_names() -> None:
     assert deployment.environment(given) == {
         "PATH": "/bin",
         "TIDEGATE_MAX_IN_FLIGHT": str(deployment.MAX_IN_FLIGHT),
+        "TIDEGATE_LEASE_DEADLINE_MS": str(deployment.LEASE_DEADLINE_MS),
+        "TIDEGATE_CANARY_GATEWAYS": deployment.NO_GATEWAY,
     }
 
 
