@@ -65,7 +65,7 @@ from controlplane.admission.charges import NOTHING, Charge, Use
 from controlplane.admission.circuit import Circuit
 from controlplane.admission.local import RETRY_S, LocalCounters, local_limit
 from controlplane.admission.outbox import EndedLease, Outbox
-from controlplane.admission.patience import Patience
+from controlplane.admission.patience import Patience, slices_of
 from controlplane.quotas.schemas import Away
 from controlplane.redis_pipe import ScriptPipe
 
@@ -151,6 +151,7 @@ class Leases:
         """How far this process's clock is ahead of the store's, as of the last lease taken."""
         self._lua = lua or scripts.register(store)
         self._deadline_s = deadline_s
+        self._slices = slices_of(deadline_s)
         self._ttl_s = ttl_s
         self._longest_s = longest_s
         self._wall = wall
@@ -351,7 +352,7 @@ class Leases:
             self.tally.not_asked += 1
             return _Silence.NOT_ASKED
         try:
-            async with Patience(self._deadline_s):
+            async with Patience(self._slices):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
         except _AWAY:
             return self._unanswered()

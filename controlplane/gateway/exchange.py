@@ -91,7 +91,7 @@ class Exchange:
         try:
             self._require(Scope.INFERENCE)
             with gateway.slot(self._grant.identity):
-                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
+                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
                 record.accepted += waited
                 record.at += waited
                 if capture is not None:
@@ -101,7 +101,7 @@ class Exchange:
                 self._wish = read_wish(head.wishes, self._grant.priority)
                 record.stream = request.stream
                 gateway.retries.earn()
-                async with Departure(receive):
+                async with Departure(receive, gateway.departures):
                     with gateway.running():
                         await self._metered(request, send)
         except TidegateError as error:

@@ -17,8 +17,11 @@ from typing import Any
 
 from controlplane.admission.answers import Lease
 from controlplane.admission.retry import Comebacks
+from controlplane.alarms import Alarms
+from controlplane.gateway.asgi import body_slices
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
+from controlplane.gateway.departure import ASK_AFTER_S
 from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
@@ -75,6 +78,8 @@ class Gateway:
         self.prompt_log = prompt_log or PromptLog(settings)
         self.dispatch = dispatch
         self.retries = RetryBudget()
+        self.bodies = body_slices()
+        self.departures = Alarms(ASK_AFTER_S)
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._comebacks = Comebacks(settings.max_in_flight, self.rng)
         self._upstream: Upstream | None = None
