@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from controlplane.admission.shares import SharePlan, TenantShare
 from controlplane.fleet.schemas import FleetView
+from controlplane.gateway import turns
 from controlplane.settings import Secret, Settings
 from controlplane.slo.schemas import Slo
 from dataplane.protocol import ReplicaState
@@ -306,6 +307,27 @@ async def test_a_request_that_would_miss_its_deadline_is_refused_at_once_with_th
         assert "retry-after" not in headers
         assert len(replica.seen) == seen
         await drained(room, tasks)
+
+
+async def test_one_slow_spell_does_not_refuse_every_deadline_for_good(
+    small: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is refused shows no speed: what was seen long ago must not refuse everybody after."""
+    monkeypatch.setattr(turns, "TRUST_S", 1.0)
+    async with doors(small) as (served, room, _):
+        tasks = await in_line(served, room, [("in line", {})])
+        line = served.gateway.dispatch.line("m")
+        for _ in range(10):
+            line.first_token(100, 60.0)
+        hurried: dict[str, object] = {"headers": {"x-deadline-ms": "5000"}}
+        _, _, body = await ask(served, "refused", **hurried)
+        check_error(body, "deadline_impossible")
+        await drained(room, tasks)
+        line._seen_at -= 2.0  # as if so long had passed
+        tried = asyncio.create_task(ask(served, "tried", **hurried))
+        await until(lambda: room.names == ["first", "in line", "tried"])
+        room.open(2)
+        assert (await tried)[0] == 200
 
 
 async def test_an_objective_refuses_what_would_miss_it_where_others_wait(small: Settings) -> None:
