@@ -59,9 +59,21 @@ class Taken(NamedTuple):
     known: int
 
 
+class Recorded(NamedTuple):
+    """What became of replicas' counts: attempts stored, and how many were set aside because they came too late."""
+
+    stored: list[UsageRecord]
+    late: int
+
+
 async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[UsageRecord]:
-    """Store what replicas counted, of attempts not stored yet, with what each cost; returns those. All of `records` may
-    be acknowledged after the commit.
+    """As `record_from_replicas`; returns the attempts stored."""
+    return (await record_from_replicas(session, records)).stored
+
+
+async def record_from_replicas(session: AsyncSession, records: Sequence[UsageRecord]) -> Recorded:
+    """Store what replicas counted, of attempts not stored yet, with what each cost. All of `records` may be
+    acknowledged after the commit.
 
     The first record of an attempt wins: repeats, also within `records`, change nothing, whatever they say. What a
     gateway counted of the attempt and is still held is dropped; where it has become the row, because the replica was
@@ -72,7 +84,7 @@ async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[
     fresh = await _store(session, await _costed(session, first), by_gateway=False)
     late = await repository.stored_by_gateway(session, [one for one in first if one not in fresh]) if first else set()
     await set_aside(session, [(first[attempt], LATE) for attempt in sorted(late)])
-    return [one for attempt, one in first.items() if attempt in fresh]
+    return Recorded([one for attempt, one in first.items() if attempt in fresh], len(late))
 
 
 async def record_from_gateways(session: AsyncSession, records: Sequence[UsageRecord]) -> Taken:

@@ -33,6 +33,12 @@ class Refusal(enum.StrEnum):
     DEFECT = "defect"
 
 
+REPLICA, STREAM = "replica", "gateway"
+UNFIT, LATE = "unfit", "late"
+UNBILLED = ((REPLICA, UNFIT), (REPLICA, LATE), (STREAM, UNFIT))
+"""Whose usage records are set aside, and why. A gateway's is never late: its replica's own goes before it."""
+
+
 class IntakeMetrics:
     """Counters of the ingest path, and gauges that a scrape refreshes from the database."""
 
@@ -67,6 +73,14 @@ class IntakeMetrics:
             ["tenant", "model", "kind"],
             registry=registry,
         )
+        self.usage_refused = Counter(
+            "tidegate_usage_refused_records",
+            "Usage records that were set aside and are on no bill: no ledger could hold them, or they came too late.",
+            ["source", "cause"],
+            registry=registry,
+        )
+        for source, cause in UNBILLED:
+            self.usage_refused.labels(source, cause)
         self.usage_stream = Counter(
             "tidegate_usage_stream_records",
             "Usage records taken from gateways: stored at once, held for the replica's own, or known before.",
@@ -113,6 +127,10 @@ class IntakeMetrics:
             self.usage_tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
             self.usage_tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
             self.usage_tokens.labels(tenant, model, "output").inc(record.output_tokens)
+
+    def count_refused(self, source: str, cause: str, number: int) -> None:
+        """Count records that were set aside: one of UNBILLED."""
+        self.usage_refused.labels(source, cause).inc(number)
 
     def count_taken(self, taken: Taken) -> None:
         """Count a batch of gateways' records."""
