@@ -210,7 +210,7 @@ class Line:
     async def turn(self, newly: Newly) -> Turn:
         """Wait for the request's turn. Raises CapacityError (503) when it is refused at once or in the end."""
         if not self.rules().slots:
-            raise capacity(f"No replica of {self.model!r} can take requests; try again.", "no_capacity")
+            raise self._credits.none_left(self.model)
         now = time.time()
         uncached, cached = self.pace.prompt(newly.tenant, newly.most_input)
         request = self._request(newly, uncached, cached, now)

@@ -354,9 +354,13 @@ async def test_draining_refuses_those_who_wait(small: Settings) -> None:
     async with doors(small) as (served, room, _):
         tasks = await in_line(served, room, [("waits", {})])
         drain = asyncio.create_task(served.gateway.drain(5.0))
-        status, _, body = await tasks[1]
+        status, headers, body = await tasks[1]
         assert status == 503
         check_error(body, "gateway_shutdown")
+        assert headers["retry-after"] == "6", "when all that runs has ended or was cut"
+        status, headers, body = await ask(served, "late")
+        check_error(body, "gateway_shutdown")
+        assert 1 <= int(headers["retry-after"]) <= 6
         room.open(0)
         assert (await tasks[0])[0] == 200
         await drain
