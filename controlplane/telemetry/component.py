@@ -11,7 +11,7 @@ from controlplane.telemetry.background import running
 from controlplane.telemetry.controllers import api, take_gateway_report, take_report
 from controlplane.telemetry.ingest import Ingestor
 from controlplane.telemetry.labels import KnownLabels
-from controlplane.telemetry.metrics import STREAM, UNFIT, IntakeMetrics, Refusal
+from controlplane.telemetry.metrics import IntakeMetrics, Refusal, Unbilled
 from controlplane.telemetry.scrape import DatabaseGauges, LabelLearner
 from controlplane.telemetry.windows import GATEWAY
 
@@ -26,7 +26,7 @@ def component(resources: Resources) -> Component:
 
     def stream_refused(number: int) -> None:
         ingestor.refused(GATEWAY, Refusal.USAGE, number)
-        metrics.count_refused(STREAM, UNFIT, number)
+        metrics.count_refused(GATEWAY, Unbilled.UNFIT, number)
 
     consumer = StreamConsumer(
         resources.engine,

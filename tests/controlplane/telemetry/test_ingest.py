@@ -112,14 +112,14 @@ async def test_usage_that_is_on_no_bill_is_counted_by_cause(
     intake = Intake(committed_engine, redis)
     running = asyncio.create_task(intake.ingestor.run())
     for cause in ("unfit", "late"):
-        assert intake.registry.get_sample_value(REFUSED, {"source": "replica", "cause": cause}) == 0.0
+        assert intake.registry.get_sample_value(REFUSED, {"source": "engine", "cause": cause}) == 0.0
     async with transaction(committed_engine) as session:
         await ledger.record_from_gateways(session, [usage("billed")])
     ack = await intake.ingestor.submit(report(usage=[usage("billed"), usage("good"), usage("")]), 500)
     running.cancel()
     assert sorted(ack.usage_ids) == ["", "billed", "good"]
-    assert intake.metric(REFUSED, source="replica", cause="unfit") == 1
-    assert intake.metric(REFUSED, source="replica", cause="late") == 1
+    assert intake.metric(REFUSED, source="engine", cause="unfit") == 1
+    assert intake.metric(REFUSED, source="engine", cause="late") == 1
     assert await count(committed_engine, "usage_refused") == 2
 
 
