@@ -308,7 +308,7 @@ class FairQueue:
             self._settle(grant.request_id, grant, None)
         for request_id in dispatched.refused:
             self._settle(request_id, None, QueueFullError("the queue of this pool is full"))
-        if answer.lost or self._dispatcher.news:
+        if answer.lost or answer.reaping or self._dispatcher.news:
             self._wanted.set()
 
     def _effective_rules(self) -> Rules:

@@ -295,9 +295,9 @@ class Leases:
         return Unavailable() if isinstance(answer, _Silence) else bool(answer[2])
 
     async def standings(
-        self, tenant_id: str, charges: Sequence[Charge]
+        self, tenant_id: str, charges: Sequence[Charge], on_doubted: Callable[[DoubtedCounter], None] = lambda _: None
     ) -> tuple[Standing, ...] | Cold | OutsideWindows | Unavailable:
-        """Where the limits of `charges` stand. Takes nothing."""
+        """Where the limits of `charges` stand. Takes nothing; `on_doubted` is told of counters that are in doubt."""
         looked = [msgspec.structs.replace(charge, amount=1) for charge in charges]
         words = [[[counter, amount, -1, *window] for counter, amount, _, *window in wire.charge_words(looked)]]
         answer = await self._ask("peek", tenant_id, charges, words)
@@ -308,7 +308,9 @@ class Leases:
                 outcome = wire.obstacle(tenant_id, charges, ["cold", 0, now, cold])
                 assert isinstance(outcome, Cold)
                 return outcome
-            case ["standings", _, _, standings, _]:
+            case ["standings", _, now, standings, _]:
+                for one in wire.doubted(charges, standings, now):
+                    on_doubted(one)
                 return wire.standings(charges, standings)
             case _:
                 return OutsideWindows(now=answer[1] / wire.SECOND_US)

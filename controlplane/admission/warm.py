@@ -25,6 +25,8 @@ CORRECTED_EVERY_S = 15.0
 on its way."""
 MOST_DOUBTED = 1_000
 
+Later = Callable[..., object]
+"""Calls a function, with its arguments, so many seconds from now."""
 Sum = Callable[[ColdCounter], Awaitable[tuple[int, float]]]
 """Units the ledger has for a counter's limit in [start, stop), and the time until which it surely had all."""
 
@@ -38,9 +40,15 @@ class Warmer:
     who wait; the next request tries again.
     """
 
-    def __init__(self, leases: Leases, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        monotonic: Callable[[], float] = time.monotonic,
+        later: Later = lambda *call: asyncio.get_running_loop().call_later(*call),
+    ) -> None:
         self._leases = leases
         self._monotonic = monotonic
+        self._later = later
         self._under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._correct_at: OrderedDict[tuple[str, int], float] = OrderedDict()
 
@@ -65,7 +73,7 @@ class Warmer:
             else:
                 if isinstance(outcome, Granted | Refused):
                     for one in outcome.doubted:
-                        self._doubt(tenant_id, one, sum_ledger)
+                        self.doubt(tenant_id, one, sum_ledger)
                 return outcome
         raise StoreRestlessError("the store's counters do not stay hydrated")
 
@@ -82,11 +90,13 @@ class Warmer:
         base, complete_until = await sum_ledger(counter)
         await self._leases.hydrate(tenant_id, counter, base, complete_until=complete_until)
 
-    def _doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
-        """Correct the counter when its time has come; no request waits for it."""
+    def doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        """Correct the counter when its time has come; no request waits for it, and none need come for the first try."""
         name, now = (counter.charge.key, counter.start), self._monotonic()
         if name in self._under_way:
             return
+        if name not in self._correct_at and len(self._correct_at) < MOST_DOUBTED:
+            self._later(CORRECTED_EVERY_S, self._still, name, tenant_id, counter, sum_ledger)
         if now < self._correct_at.setdefault(name, now + CORRECTED_EVERY_S):
             if len(self._correct_at) > MOST_DOUBTED:
                 self._correct_at.popitem(last=False)
@@ -95,6 +105,10 @@ class Warmer:
         task = asyncio.create_task(self._sum_and_correct(tenant_id, counter, sum_ledger))
         self._under_way[name] = task
         task.add_done_callback(lambda done: self._ended(name, done))
+
+    def _still(self, name: tuple[str, int], tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        if name in self._correct_at:
+            self.doubt(tenant_id, counter, sum_ledger)
 
     async def _sum_and_correct(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
         span = ColdCounter(charge=counter.charge, start=counter.start, stop=counter.since)

@@ -10,7 +10,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from redis.asyncio import Redis
@@ -22,7 +22,6 @@ from controlplane.errors import CapacityError
 from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
-from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.turns import Line, Newly, Turn
@@ -71,7 +70,7 @@ class Dispatch:
         self._weights: dict[str, dict[str, float]] = {}
         self._slos: tuple[Slo, ...] = ()
         self._objectives: dict[tuple[str, str, str], float | None] = {}
-        self._closed = False
+        self._closed: Callable[[], CapacityError] | None = None
         metrics.states = self.states
 
     def line(self, model: str) -> Line:
@@ -93,8 +92,8 @@ class Dispatch:
             )
             plan = self._plans.get(pool.name)
             found.cost = plan.cost if plan is not None else None
-            if self._closed:
-                found.refuse_waiting(_shutting_down)
+            if self._closed is not None:
+                found.refuse_waiting(self._closed)
             found.open(_kept)
         return found
 
@@ -146,11 +145,11 @@ class Dispatch:
         for line in self._lines.values():
             line.changed()
 
-    def refuse_waiting(self) -> None:
-        """The gateway is shutting down: nobody waits any longer."""
-        self._closed = True
+    def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
+        """The gateway is shutting down: nobody waits any longer, but is told `error`."""
+        self._closed = error
         for line in self._lines.values():
-            line.refuse_waiting(_shutting_down)
+            line.refuse_waiting(error)
 
     def states(self) -> list[QueueState]:
         """Every line, for metrics."""
@@ -179,10 +178,6 @@ class Dispatch:
             slo = slo_for(self._slos, tenant_id=tenant_id, pool=pool, service_class=service_class)
             self._objectives[name] = slo.ttft_ms / 1000 if slo is not None and slo.ttft_ms is not None else None
         return self._objectives[name]
-
-
-def _shutting_down() -> CapacityError:
-    return capacity("This gateway is shutting down; try again.", "gateway_shutdown")
 
 
 async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -336,12 +336,12 @@ class Exchange:
     def _answer_for(self, failure: UpstreamFailure | None) -> TidegateError:
         """What the client is told when no replica answered; the record says why."""
         if failure is None:
-            return capacity(f"No replica of {self.record.model!r} can take requests; try again.", "no_capacity")
+            return self._gateway.fleet.no_capacity(self.record.model)
         cause = failure.cause
         if cause in RETRYABLE:
             error: TidegateError = capacity("The replica could not be reached; try again.", cause.value)
         elif cause is Cause.SHUTDOWN:
-            error = capacity("This gateway is shutting down; try again.", cause.value)
+            error = self._gateway.shutting_down()
         elif cause is Cause.TIMEOUT:
             error = UpstreamTimeoutError("The replica did not answer in time.", code=cause.value)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 from controlplane.admission.answers import Lease
 from controlplane.admission.retry import Comebacks
 from controlplane.alarms import Alarms
+from controlplane.errors import CapacityError
 from controlplane.gateway.asgi import body_slices
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
@@ -85,6 +87,7 @@ class Gateway:
         self._upstream: Upstream | None = None
         self._counter: PromptCounter | None = None
         self.draining = False
+        self._drained_by = 0.0
         self.cutting = False
         """Requests still running are being ended now."""
         self._running: set[asyncio.Task[Any]] = set()
@@ -129,7 +132,7 @@ class Gateway:
         (503) at once when there is none, or the last of it is kept for who was told to come back now.
         """
         if self.draining:
-            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+            raise self.shutting_down()
         if not self.usage.accepting:
             raise capacity("The gateway has no room left to record what requests use; try again.", "usage_spool_full")
         now = time.monotonic()
@@ -150,7 +153,7 @@ class Gateway:
     def running(self) -> Iterator[None]:
         """The present task relays one request; it may be cut at shutdown. Raises CapacityError (503) when all were."""
         if self.cutting:
-            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+            raise self.shutting_down()
         task = asyncio.current_task()
         assert task is not None, "only a task can be cut"
         self._running.add(task)
@@ -158,6 +161,11 @@ class Gateway:
             yield
         finally:
             self._running.discard(task)
+
+    def shutting_down(self) -> CapacityError:
+        """What a draining gateway tells whom it does not serve: to come back when it has ended, and another is here."""
+        left_s = max(1, math.ceil(self._drained_by - time.monotonic()))
+        return capacity("This gateway is shutting down; try again.", "gateway_shutdown", retry_after_s=left_s)
 
     def forged(self, tenant: str, headers: int) -> None:
         """A request of `tenant` ("" without a usable key) brought so many forged headers; they are dropped (F23)."""
@@ -175,7 +183,8 @@ class Gateway:
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """Take no more requests, let the running ones finish within `grace_s`, then cut them."""
         self.draining = True
-        self.dispatch.refuse_waiting()
+        self._drained_by = time.monotonic() + grace_s + CUT_S
+        self.dispatch.refuse_waiting(self.shutting_down)
         if self._in_flight:
             logger.info("Shutting down: %d requests may finish within %.0f s", self._in_flight, grace_s)
         try:

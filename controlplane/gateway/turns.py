@@ -18,12 +18,13 @@ from redis.asyncio import Redis
 
 from controlplane.admission import policy
 from controlplane.admission.bands import Band, Lane, lane_of
+from controlplane.admission.calibration import Calibrator
 from controlplane.admission.dispatch import Waiting, rules_of
 from controlplane.admission.fair_queue import FairQueue, QueueFullError
 from controlplane.admission.pace import Pace
 from controlplane.admission.places import Places
 from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcomer, Queued, QueueLimits, Refusal
-from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, StepCost, predict
+from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepCost, predict
 from controlplane.admission.queue import Grant, Rules
 from controlplane.errors import CapacityError
 from controlplane.gateway.credits import Credits
@@ -35,6 +36,8 @@ from dataplane.protocol import HEADER_REASON
 
 RULES_S = 0.2
 """How long the sum of the replicas' credits is used before it is taken again."""
+TRUST_S = 30.0
+"""A speed that no first token has borne out for so long refuses nobody: if it refused all, it never would be."""
 STEP_BUDGET = 2048
 """Tokens of an engine's step, where nobody has told."""
 
@@ -58,7 +61,7 @@ class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Turn:
     """A request that was let go; `end` it once, whatever becomes of it."""
 
-    __slots__ = ("_dispatched", "_line", "_modelled_s", "_most_input", "_predicted_s", "_request", "tag")
+    __slots__ = ("_dispatched", "_line", "_most_input", "_prediction", "_request", "tag")
 
     def __init__(
         self, line: Line, request: Waiting, tag: float, most_input: int, prediction: Prediction | None
@@ -68,8 +71,7 @@ class Turn:
         self._request = request
         self._most_input = most_input
         self._dispatched = time.monotonic()
-        self._predicted_s = prediction.ttft.value if prediction is not None else None
-        self._modelled_s = prediction.modelled_s if prediction is not None else 0.0
+        self._prediction = prediction
 
     @property
     def lane(self) -> Lane:
@@ -94,9 +96,9 @@ class Turn:
         line.pace.counted(request.tenant, self._most_input, record.prompt_tokens, cached, record.output_tokens)
         if record.ttft_s is None:
             return
-        line.pace.first_token(uncached, record.accepted + record.ttft_s - self._dispatched)
-        if self._predicted_s:
-            line.observed(self._modelled_s, self._predicted_s, record.ttft_s, uncached, cached)
+        line.first_token(uncached, record.accepted + record.ttft_s - self._dispatched)
+        if self._prediction is not None:
+            line.observed(request.tenant, self._prediction, record.ttft_s, uncached, cached)
 
 
 class Line:
@@ -128,7 +130,8 @@ class Line:
         self._limits = limits
         self._wait_s = wait_s
         self._rng = rng
-        self._calibration = Calibration(pool=pool)
+        self._calibrator = Calibrator(pool)
+        self._seen_at = time.monotonic()
         self._promised_until = 0.0
         self._queued: dict[str, Queued] = {}
         self._places = Places(limits, rng)
@@ -207,7 +210,7 @@ class Line:
     async def turn(self, newly: Newly) -> Turn:
         """Wait for the request's turn. Raises CapacityError (503) when it is refused at once or in the end."""
         if not self.rules().slots:
-            raise capacity(f"No replica of {self.model!r} can take requests; try again.", "no_capacity")
+            raise self._credits.none_left(self.model)
         now = time.time()
         uncached, cached = self.pace.prompt(newly.tenant, newly.most_input)
         request = self._request(newly, uncached, cached, now)
@@ -233,10 +236,17 @@ class Line:
         for request_id in list(self._queued):
             self.queue.leave(request_id, error())
 
-    def observed(self, modelled_s: float, predicted_s: float, ttft_s: float, uncached: int, cached: int) -> None:
-        """A stream whose TTFT was predicted has had its first token."""
-        self._metrics.ratio.observe(ttft_s / predicted_s)
-        self._calibration = self._calibration.observed(modelled_s, ttft_s, uncached=uncached, cached=cached)
+    def first_token(self, uncached: int, seconds: float) -> None:
+        """A stream had its first token so long after it was dispatched."""
+        self.pace.first_token(uncached, seconds)
+        self._seen_at = time.monotonic()
+
+    def observed(self, tenant: str, prediction: Prediction, ttft_s: float, uncached: int, cached: int) -> None:
+        """A stream whose TTFT was predicted has had its first token; the engine has counted its prompt."""
+        if prediction.ttft.value > 0:
+            self._metrics.ratio.observe(ttft_s / prediction.ttft.value)
+        modelled_s = prediction.modelled_of(uncached, cached)
+        self._calibrator.observed(tenant, modelled_s, ttft_s, uncached=uncached, cached=cached, now=time.monotonic())
 
     def _request(self, newly: Newly, uncached: int, cached: int, now: float) -> Waiting:
         self._serial += 1
@@ -333,7 +343,8 @@ class Line:
             del self._uncached[name], self._keys[name]
 
     def _predict(self, request: Waiting) -> Prediction | None:
-        cost, last = self.cost or self.pace.cost(), self.queue.last
+        now, last = time.monotonic(), self.queue.last
+        cost = self.cost or (self.pace.cost() if now - self._seen_at <= TRUST_S else None)
         if cost is None or last is None or not self._replicas:
             return None
         rules = self.rules()
@@ -350,7 +361,7 @@ class Line:
             cost,
             load,
             self._ahead(request, last.waiting),
-            self._calibration,
+            self._calibrator.of(request.tenant, now),
             uncached=request.uncached,
             cached=request.cached,
             output=request.output,

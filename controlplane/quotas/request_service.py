@@ -78,12 +78,14 @@ async def ask_with_key(
     """As `ask`, by a tenant's key and about a limit that this key meets: any other one does not exist for it."""
     _check(spec.reason, spec.until)
     await requests.lock(session, asker.tenant_id)
-    if (before := await _before(session, asker.tenant_id, idempotency_key)) is not None:
-        _check_repeat(before, spec, {"quota_id": (spec.quota_id, before.quota_id), "hard": (spec.hard, before.wanted)})
-        return request_view(before)
     quota = await repository.quota(session, spec.quota_id)
     if quota is None or not asker.meets(quota.tenant_id, quota.project, quota.key_identity):
         raise NotFoundError("this key meets no such limit", code="quota_not_found", param="quota_id")
+    if (before := await _before(session, asker.tenant_id, idempotency_key)) is not None:
+        if not asker.meets(before.tenant_id, before.project, before.key_identity):
+            raise ConflictError("another key has used this idempotency key already", code="idempotency_mismatch")
+        _check_repeat(before, spec, {"quota_id": (spec.quota_id, before.quota_id), "hard": (spec.hard, before.wanted)})
+        return request_view(before)
     if quota.hard is None:
         raise InvalidRequestError("this limit refuses nothing: it only warns", param="quota_id")
     if spec.hard <= quota.hard:

@@ -271,6 +271,18 @@ async def test_no_replica_is_503_with_retry_after_and_a_reason(offline_settings:
         assert served.total().refused == {"no_capacity": 1}
 
 
+async def test_while_a_replica_starts_the_wait_is_what_its_start_may_still_take(
+    offline_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting = route("http://127.0.0.1:9", "r0", ReplicaState.STARTING)
+    async with running_gateway(offline_settings, starting) as served:
+        seen = time.monotonic()
+        monkeypatch.setattr(served.gateway.fleet, "_clock", lambda: seen + 20.0)
+        async with served.post(CHAT) as response:
+            check_error(await response.json(), "no_capacity")
+            assert 20 <= int(response.headers["retry-after"]) <= 40
+
+
 async def test_in_flight_is_bounded_and_one_more_is_refused_at_once(offline_settings: Settings) -> None:
     settings = msgspec.structs.replace(offline_settings, max_in_flight=2)
     async with (
