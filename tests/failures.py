@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,10 @@ class Proof(NamedTuple):
     slow: bool
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+Function = tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]
+
+
+def functions() -> Iterator[Function]:
     """Every test function and its file, in order."""
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -82,10 +85,10 @@ def labels_of(name: str) -> list[int]:
     return [int(label) for label in found[1].split("_f")[1:]] if found else []
 
 
-def proofs() -> dict[int, list[Proof]]:
+def proofs(of: Iterable[Function]) -> dict[int, list[Proof]]:
     """By line. One that no test names has none."""
     found: dict[int, list[Proof]] = {label: [] for label in OWED}
-    for path, node in functions():
+    for path, node in of:
         slow = any(ast.unparse(each) == "pytest.mark.slow" for each in node.decorator_list)
         for label in labels_of(node.name):
             says = LABELLED.sub(r"\2", node.name).replace("_", " ")
@@ -93,9 +96,8 @@ def proofs() -> dict[int, list[Proof]]:
     return found
 
 
-def page() -> str:
+def page(found: Mapping[int, Sequence[Proof]]) -> str:
     """docs/failures.md as the tests say it is."""
-    found = proofs()
     lines = [
         "# Failures it is built against, and their proofs",
         "",
@@ -118,4 +120,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
+    PAGE.write_text(page(proofs(functions())), "utf-8")
