@@ -356,6 +356,7 @@ class Leases:
         try:
             async with Patience(self._slices):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
+            answer = wire.decode(packed)
         except _AWAY:
             return self._unanswered()
         except ResponseError as error:
@@ -363,10 +364,12 @@ class Leases:
                 return self._unanswered()
             self._circuit.abandoned()
             raise
+        except msgspec.DecodeError as error:
+            self._circuit.abandoned()
+            raise ResponseError("the store's answer cannot be read") from error
         except BaseException:
             self._circuit.abandoned()
             raise
-        answer = wire.decode(packed)
         self._heard(tenant_id, answer)
         return answer
 

@@ -24,6 +24,10 @@ CORRECTED_EVERY_S = 15.0
 """From when a counter is seen in doubt until the ledger is summed for it, and between two tries: longer than usage is
 on its way."""
 MOST_DOUBTED = 1_000
+LONGEST_S = 10.0
+"""Longest that a request waits for counters to be hydrated; the caller's own bound on a sum is shorter, and does not
+hold where a sum cannot even be given up.
+"""
 
 Later = Callable[..., object]
 """Calls a function, with its arguments, so many seconds from now."""
@@ -61,13 +65,14 @@ class Warmer:
     ) -> Granted | Refused | Ended:
         """`charges_at` gives the charges for the windows that hold a time, Unix seconds; None is the caller's own now.
 
-        Raises what `sum_ledger` raises, and StoreRestlessError.
+        Raises what `sum_ledger` raises, TimeoutError, and StoreRestlessError.
         """
         charges = charges_at(None)
         for _ in range(ROUNDS):
             outcome = await self._leases.acquire(tenant_id, lease_id, charges)
             if isinstance(outcome, Cold):
-                await asyncio.gather(*(self._hydrate(tenant_id, one, sum_ledger) for one in outcome.counters))
+                async with asyncio.timeout(LONGEST_S):
+                    await asyncio.gather(*(self._hydrate(tenant_id, one, sum_ledger) for one in outcome.counters))
             elif isinstance(outcome, OutsideWindows):
                 charges = charges_at(outcome.now)
             else:

@@ -266,7 +266,7 @@ class Exchange:
                 self._work = _Work.REFUSED if response.status < 500 else _Work.NONE
             if response.status == 503:
                 gateway.board.suspect(replica.replica)
-                if len(tried) < ATTEMPTS and self._route(request.model, tried) is not None:
+                if len(tried) < ATTEMPTS and gateway.retries.left and self._route(request.model, tried) is not None:
                     return UpstreamFailure(Cause.UNAVAILABLE)
             await relay.relay(response)
         except UpstreamFailure as failure:
