@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from controlplane.admission.bands import Lane
 from controlplane.admission.policy import QueueLimits
+from controlplane.admission.retry import Asker
 from controlplane.admission.shares import SharePlan
 from controlplane.errors import CapacityError
 from controlplane.gateway.body import InferenceBody
@@ -102,7 +103,7 @@ class Dispatch:
         line = self._lines.get(request.model)
         if line is not None and not line.idle and wish.deadline_s is None:
             most_input = request.size.input_tokens(self._fleet.context(request.model, self._settings.assumed_context))
-            line.turn_away(grant.tenant, grant.identity, self._weight(line.pool, grant), wish.band, most_input)
+            line.turn_away(grant.tenant, _asker(grant, request), self._weight(line.pool, grant), wish.band, most_input)
 
     async def admit(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> Turn:
         """Wait until `request` may go to a replica. Raises CapacityError (503)."""
@@ -110,7 +111,7 @@ class Dispatch:
         context = self._fleet.context(request.model, self._settings.assumed_context)
         newly = Newly(
             tenant=grant.tenant,
-            key=grant.identity,
+            asker=_asker(grant, request),
             weight=self._weight(line.pool, grant),
             band=wish.band,
             most_input=request.size.input_tokens(context),
@@ -178,6 +179,10 @@ class Dispatch:
             slo = slo_for(self._slos, tenant_id=tenant_id, pool=pool, service_class=service_class)
             self._objectives[name] = slo.ttft_ms / 1000 if slo is not None and slo.ttft_ms is not None else None
         return self._objectives[name]
+
+
+def _asker(grant: KeyGrant, request: InferenceBody) -> Asker:
+    return Asker(grant.identity, len(request.forward))
 
 
 async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:

@@ -16,6 +16,7 @@ import time
 from litestar.types import Receive, Send
 
 from controlplane.admission.charges import NOTHING, Use
+from controlplane.admission.retry import Asker
 from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
 from controlplane.gateway.asgi import RequestHead, discard_body, read_body, respond_error
 from controlplane.gateway.body import InferenceBody, read_inference_body
@@ -90,7 +91,7 @@ class Exchange:
             send = capture.tap(send)
         try:
             self._require(Scope.INFERENCE)
-            with gateway.slot(self._grant.identity):
+            with gateway.slot(Asker(self._grant.identity, head.content_length)):
                 body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
                 record.accepted += waited
                 record.at += waited

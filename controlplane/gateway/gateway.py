@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from controlplane.admission.answers import Lease
-from controlplane.admission.retry import Comebacks
+from controlplane.admission.retry import Asker, Comebacks
 from controlplane.alarms import Alarms
 from controlplane.errors import CapacityError
 from controlplane.gateway.asgi import body_slices
@@ -127,17 +127,17 @@ class Gateway:
         return self._in_flight
 
     @contextmanager
-    def slot(self, key: str) -> Iterator[None]:
-        """Room for one more request of the key of identity `key`, given back however it ends. Raises CapacityError
-        (503) at once when there is none, or the last of it is kept for who was told to come back now.
+    def slot(self, asker: Asker) -> Iterator[None]:
+        """Room for one more request, that of `asker`, given back however it ends. Raises CapacityError (503) at once
+        when there is none, or the last of it is kept for who was told to come back now.
         """
         if self.draining:
             raise self.shutting_down()
         if not self.usage.accepting:
             raise capacity("The gateway has no room left to record what requests use; try again.", "usage_spool_full")
         now = time.monotonic()
-        if not self._comebacks.admits(key, self._in_flight, now):
-            seconds = self._comebacks.refuse(key, now)
+        if not self._comebacks.admits(asker, self._in_flight, now):
+            seconds = self._comebacks.refuse(asker, now)
             raise capacity("Too many requests are in flight; try again.", "too_many_in_flight", retry_after_s=seconds)
         self._in_flight += 1
         self._idle.clear()

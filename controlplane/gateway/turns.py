@@ -26,6 +26,7 @@ from controlplane.admission.places import Places
 from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcomer, Queued, QueueLimits, Refusal
 from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepCost, predict
 from controlplane.admission.queue import Grant, Rules
+from controlplane.admission.retry import Asker
 from controlplane.errors import CapacityError
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
@@ -44,12 +45,12 @@ STEP_BUDGET = 2048
 
 class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that wants its turn. `most_input` bounds its prompt, `most_output` its answers, in tokens; `weight` is
-    its tenant's, `key` names its API key; `objective_s` the TTFT promised to it, `deadline_s` the client's own, both
-    from its arrival.
+    its tenant's, `asker` is known again when it comes back; `objective_s` the TTFT promised to it, `deadline_s` the
+    client's own, both from its arrival.
     """
 
     tenant: str
-    key: str
+    asker: Asker
     weight: float
     band: Band
     most_input: int
@@ -136,7 +137,7 @@ class Line:
         self._queued: dict[str, Queued] = {}
         self._places = Places(limits, rng)
         self._uncached: dict[str, int] = {}
-        self._keys: dict[str, str] = {}
+        self._askers: dict[str, Asker] = {}
         self._serial = 0
         self._name = gateway
         self._rules = Rules(0, 0, 1, 0, 0)
@@ -195,7 +196,7 @@ class Line:
             epoch=epoch,
         )
 
-    def turn_away(self, tenant: str, key: str, weight: float, band: Band, most_input: int) -> None:
+    def turn_away(self, tenant: str, asker: Asker, weight: float, band: Band, most_input: int) -> None:
         """Refuse at once what a full line would not let in; costs no call. Raises CapacityError (503)."""
         if not self._queued:
             return
@@ -203,7 +204,7 @@ class Line:
         self._weights[tenant] = weight
         code = self._places.full_for(tenant, lane, band, self._weights)
         if code is not None:
-            retry_after_s = self._places.refuse(code, tenant, key, lane, time.monotonic())
+            retry_after_s = self._places.refuse(code, tenant, asker, lane, time.monotonic())
             self._metrics.was_refused(band, code)
             raise _refused(policy.full(self._limits, lane, retry_after_s, of_tenant=code == "tenant_queue_full"), None)
 
@@ -226,7 +227,7 @@ class Line:
             return Turn(self, request, late.tag, newly.most_input, prediction)
         if self._closed is not None:
             raise self._closed()
-        grant = await self._stand(request, newly.key, now)
+        grant = await self._stand(request, newly.asker, now)
         self._metrics.went(newly.band, max(0.0, time.time() - now))
         return Turn(self, request, grant.tag, newly.most_input, prediction)
 
@@ -277,7 +278,7 @@ class Line:
                 deadline_at=None if newly.deadline_s is None else now + newly.deadline_s,
             ),
             queued=tuple(self._queued.values()),
-            limits=self._places.limits_for(request.tenant, newly.key, request.lane, time.monotonic()),
+            limits=self._places.limits_for(request.tenant, newly.asker, request.lane, time.monotonic()),
             weights=self._weights,
             objective_s=newly.objective_s,
             prediction=prediction,
@@ -288,19 +289,19 @@ class Line:
         self._promised_until = admission.promised_until
         if admission.refusal is not None:
             self._metrics.was_refused(request.band, admission.refusal.code)
-            raise _refused(self._timed(admission.refusal, request, newly.key), prediction)
+            raise _refused(self._timed(admission.refusal, request, newly.asker), prediction)
         for victim in admission.shed:
-            key, shed = self._keys[victim], self._leave_line(victim)
+            asker, shed = self._askers[victim], self._leave_line(victim)
             assert shed is not None, "only who waits is shed"
-            wait_s = self._places.refuse("shed", shed.tenant, key, shed.lane, time.monotonic())
+            wait_s = self._places.refuse("shed", shed.tenant, asker, shed.lane, time.monotonic())
             if self.queue.leave(victim, _shed(wait_s)):
                 self._metrics.was_refused(shed.band, "shed")
 
-    def _timed(self, refusal: Refusal, request: Waiting, key: str) -> Refusal:
+    def _timed(self, refusal: Refusal, request: Waiting, asker: Asker) -> Refusal:
         """With the wait after which a place in line is kept, where that was what was missing."""
         if refusal.code not in {"queue_full", "tenant_queue_full"}:
             return refusal
-        wait_s = self._places.refuse(refusal.code, request.tenant, key, request.lane, time.monotonic())
+        wait_s = self._places.refuse(refusal.code, request.tenant, asker, request.lane, time.monotonic())
         return msgspec.structs.replace(refusal, retry_after_s=wait_s)
 
     def _leave_line(self, name: str) -> Queued | None:
@@ -310,18 +311,18 @@ class Line:
         return queued
 
     def _wait_out(self, request: Waiting) -> None:
-        key = self._keys[request.request_id]
-        wait_s = self._places.refuse("queue_wait_exceeded", request.tenant, key, request.lane, time.monotonic())
+        asker = self._askers[request.request_id]
+        wait_s = self._places.refuse("queue_wait_exceeded", request.tenant, asker, request.lane, time.monotonic())
         self.queue.leave(request.request_id, _waited_out(self._wait_s, wait_s))
 
-    async def _stand(self, request: Waiting, key: str, now: float) -> Grant:
+    async def _stand(self, request: Waiting, asker: Asker, now: float) -> Grant:
         name = request.request_id
         queued = self._queued[name] = Queued(
             request_id=name, tenant=request.tenant, lane=request.lane, band=request.band, arrived_at=now
         )
         self._places.stood(queued)
         self._uncached[name] = request.uncached
-        self._keys[name] = key
+        self._askers[name] = asker
         timer = asyncio.get_running_loop().call_later(self._wait_s, self._wait_out, request)
         try:
             return await self.queue.turn_of(request)
@@ -331,7 +332,7 @@ class Line:
                 "The pool's queue takes no more requests; try again.",
                 "queue_full",
                 layer=Layer.SCHEDULING,
-                retry_after_s=self._places.refuse("queue_full", request.tenant, key, request.lane, time.monotonic()),
+                retry_after_s=self._places.refuse("queue_full", request.tenant, asker, request.lane, time.monotonic()),
             ) from None
         except CapacityError as error:
             if error.code == "queue_wait_exceeded":
@@ -340,7 +341,7 @@ class Line:
         finally:
             timer.cancel()
             self._leave_line(name)
-            del self._uncached[name], self._keys[name]
+            del self._uncached[name], self._askers[name]
 
     def _predict(self, request: Waiting) -> Prediction | None:
         now, last = time.monotonic(), self.queue.last

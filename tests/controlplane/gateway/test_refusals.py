@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -298,6 +299,32 @@ async def test_in_flight_is_bounded_and_one_more_is_refused_at_once(offline_sett
                 check_error(await third.json(), "too_many_in_flight")
         await served.settled(3)
         assert served.gateway.in_flight == 0
+
+
+async def test_the_place_kept_for_a_refused_request_is_not_given_to_another_of_its_key(
+    offline_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.admission.retry.GRACE_S", 60.0)
+    settings = msgspec.structs.replace(offline_settings, max_in_flight=4)
+    async with (
+        fake_replica(replicas.stream_forever) as replica,
+        running_gateway(settings, route(replica, "r0")) as served,
+        AsyncExitStack() as held,
+    ):
+        leaving = await held.enter_async_context(served.post(STREAM))
+        for _ in range(3):
+            await held.enter_async_context(served.post(STREAM))
+        async with served.post(STREAM) as refused:
+            assert refused.status == 503
+            wait_s = int(refused.headers["retry-after"])
+        leaving.close()
+        await served.settled(2)
+        await asyncio.sleep(wait_s)
+        async with served.post(STREAM | {"user": "another"}) as other:
+            assert other.status == 503
+            check_error(await other.json(), "too_many_in_flight")
+        async with served.post(STREAM) as back:
+            assert back.status == 200
 
 
 async def test_a_refused_client_that_sends_without_end_is_cut_off(
