@@ -48,8 +48,12 @@ def totals(
     if as_json:
         print_json(rows)
         return
-    lines = [(row["key"] or "none", *_used(row), _money(row), str(row["canaries"]["attempts"])) for row in rows]
-    print_table((by, *_USED, "cost", "of canaries"), lines, empty="no usage in this span")
+    keys = {"tenant": "tenant", by: "key"} if by == UsageDimension.PROJECT else {by: "key"}
+    lines = [
+        (*(row[key] or "none" for key in keys.values()), *_used(row), _money(row), str(row["canaries"]["attempts"]))
+        for row in rows
+    ]
+    print_table((*keys, *_USED, "cost", "of canaries"), lines, empty="no usage in this span")
 
 
 @usage.command("statement")

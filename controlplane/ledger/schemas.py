@@ -41,11 +41,12 @@ class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageTotal(UsageSum, frozen=True, kw_only=True):
-    """One tenant's, model's or key's usage over a span. `key` is empty for attempts that named none. `canaries` are
-    those of the probe tenant among it: nobody's own use.
+    """One tenant's, model's or key's usage over a span. `key` is empty for attempts that named none. `tenant` is whose
+    project it is, null in sums by anything else. `canaries` are those of the probe tenant among it: nobody's own use.
     """
 
     key: str
+    tenant: str | None = None
     canaries: UsageSum = UsageSum()
 
 

@@ -141,7 +141,7 @@ async def usage_totals(
     session: AsyncSession, *, by: UsageDimension, since: datetime, until: datetime, tenant: str | None = None
 ) -> list[UsageTotal]:
     """Usage of the attempts that finished in [since, until) by one dimension, most tokens first; the sums agree (F8).
-    What the probe tenant used is told in each of them.
+    What the probe tenant used is told in each of them. Projects of two tenants are two, whatever their slugs.
 
     Raises InvalidRequestError when the span is empty, longer than `LONGEST_SPAN` or without time zone, and when there
     are more than `MOST_TOTALS` rows.
@@ -149,31 +149,37 @@ async def usage_totals(
     require_span(since, until)
     span = Segment(since, until)
     canaries = await _canaries(session, span, by, tenant)
-    rows = await sums(session, span, by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
+    rows = await sums(session, span, by=_keys(by), whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
     if len(rows) > MOST_TOTALS:
         raise InvalidRequestError(
             f"there are more than {MOST_TOTALS} rows by {by}: ask for a shorter span or one tenant", param="by"
         )
-    return [_total(row, canaries.get(row.keys[0], UsageSum()), by) for row in rows]
+    return [_total(row, canaries.get(row.keys, UsageSum()), by) for row in rows]
+
+
+def _keys(by: UsageDimension) -> list[UsageDimension]:
+    """What tells one total from the next."""
+    return [UsageDimension.TENANT, by] if by is UsageDimension.PROJECT else [by]
 
 
 async def _canaries(
     session: AsyncSession, span: Segment, by: UsageDimension, tenant: str | None
-) -> dict[str, UsageSum]:
+) -> dict[tuple[str, ...], UsageSum]:
     """What the probe tenant used of each total. Asked before the totals, so that a part is never more than its whole;
     not at all where tenants are told apart.
     """
     if by is UsageDimension.TENANT or tenant not in (None, PROBE_TENANT):
         return {}
-    rows = await sums(session, span, by=[by], whose=Whose(tenant=PROBE_TENANT), most=MOST_TOTALS)
-    return {row.keys[0]: usage_sum([row]) for row in rows}
+    rows = await sums(session, span, by=_keys(by), whose=Whose(tenant=PROBE_TENANT), most=MOST_TOTALS)
+    return {row.keys: usage_sum([row]) for row in rows}
 
 
 def _total(row: Summed, canaries: UsageSum, by: UsageDimension) -> UsageTotal:
     total = usage_sum([row])
     if by is UsageDimension.TENANT and row.keys[0] == PROBE_TENANT:
         canaries = total
-    return UsageTotal(key=row.keys[0], canaries=canaries, **structs.asdict(total))
+    whose = row.keys[0] if by is UsageDimension.PROJECT else None
+    return UsageTotal(key=row.keys[-1], tenant=whose, canaries=canaries, **structs.asdict(total))
 
 
 def require_span(since: datetime, until: datetime) -> None:

@@ -63,6 +63,9 @@ def test_usage_is_summed_billed_and_exported(served: None, tmp_path: Path) -> No
     assert [row["canaries"]["attempts"] for row in totals] == [0, 0]
     assert "of canaries" in run("totals", *SPAN, "--by", "model").stdout
     assert "smollm2-135m-instruct" in run("totals", *SPAN, "--by", "model").stdout
+    heading, *lines = run("totals", *SPAN, "--by", "project").stdout.splitlines()
+    assert heading.split()[:3] == ["tenant", "project", "attempts"]
+    assert [line.split()[0] for line in lines] == ["acme", "globex"]
     found = json.loads(run("statement", "acme", MONTH, "--json").stdout)
     assert found["total"]["output_tokens"] == 5 * NUMBER
     shown = run("statement", "acme", MONTH)

@@ -114,6 +114,19 @@ async def test_totals_by_anything_tell_what_of_them_the_canaries_used(session: A
         assert (shared.key, shared.canaries.attempts) == (tenant, canaries)
 
 
+async def test_projects_of_two_tenants_are_two_whatever_their_slugs(session: AsyncSession) -> None:
+    at = SINCE.timestamp() + 60
+    spans = {"started_at": at, "finished_at": at + 1}
+    tenants = ("acme", "acme", "globex", PROBE_TENANT)
+    await service.record(
+        session, [usage(f"a{n}", tenant=tenant, project="default", **spans) for n, tenant in enumerate(tenants)]
+    )
+    totals = await service.usage_totals(session, by=UsageDimension.PROJECT, since=SINCE, until=UNTIL)
+    assert sorted((one.tenant, one.key, one.attempts, one.canaries.attempts) for one in totals) == sorted(
+        [("acme", "default", 2, 0), ("globex", "default", 1, 0), (PROBE_TENANT, "default", 1, 1)]
+    )
+
+
 async def test_a_span_begins_inclusive_and_ends_exclusive(session: AsyncSession) -> None:
     edge = SINCE.timestamp()
     await service.record(session, [usage("edge", started_at=edge - 1, finished_at=edge)])

@@ -69,7 +69,7 @@ async def test_f8_any_span_summed_by_anything_is_the_sum_of_its_rows(session: As
             summed = tuple(sum(getattr(total, name) for total in totals) for name in ("attempts", *COUNTS))
             assert summed == truth, by
             assert sum(total.uncached_tokens for total in totals) == truth[1] - truth[2]
-            assert len({total.key for total in totals}) == len(totals)
+            assert len({(total.tenant, total.key) for total in totals}) == len(totals)
 
 
 async def test_sum_since_takes_the_tenant_its_projects_and_a_key_over_its_rotations(session: AsyncSession) -> None:
