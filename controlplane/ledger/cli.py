@@ -5,6 +5,7 @@ Layer: service. Prints tables, or JSON with --json; an export goes to a file or 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -110,9 +111,11 @@ def export(
         with unfinished.open("wb") as file:
             client.download(path, file.write)
         unfinished.replace(output)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise AdminApiError(f"cannot write {output}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):  # it is not there when all went well
+            unfinished.unlink(missing_ok=True)
 
 
 _USED = ("attempts", "uncached", "cached", "output", "KV block s", "device s")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import http.client
 import os
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
@@ -78,7 +79,15 @@ class AdminClient:
                 return
 
     def download(self, path: str, write: Callable[[bytes], object]) -> None:
-        """Hand the body of `/api/v1` + `path` to `write`, piece by piece. One that ends early is an error."""
+        """Hand the body of `/api/v1` + `path` to `write`, piece by piece. One that ends early is an error.
+
+        Raises also what `write` raises.
+        """
+        with closing(self._pieces(path)) as pieces:
+            for piece in pieces:
+                write(piece)
+
+    def _pieces(self, path: str) -> Generator[bytes, None, None]:
         connection = self._connection()
         try:
             connection.request("GET", f"{self._parts.path.rstrip('/')}/api/v1{path}", headers=self._headers({}))
@@ -87,7 +96,7 @@ class AdminClient:
                 raw = response.read(_LARGEST_ANSWER)
                 raise AdminApiError(_sentence_of(raw, response.status), usage=response.status in {400, 422})
             while piece := response.read1(_PIECE):
-                write(piece)
+                yield piece
         except (OSError, ssl.SSLError, http.client.HTTPException) as error:
             raise self._unreachable(error) from None
         finally:

@@ -1,14 +1,16 @@
 """What the commands on tenants, projects, principals and keys share: their client, their options, how they print.
 
 Layer: service. Prints tables, or JSON with --json; one sentence and exit code 1 (refused, unreachable) or 2 (wrong
-input) on failure.
+input) on failure. A pipe that its reader closed ends a command quietly, with 141 as a shell tells of SIGPIPE.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -55,6 +57,9 @@ def talks(command: Callable[..., None]) -> Callable[..., None]:
         except AdminApiError as error:
             click.echo(f"tidegate: {error.message}", err=True)
             sys.exit(2 if error.usage else 1)
+        except BrokenPipeError:  # who reads has had enough, as `head` has
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
 
     return run
 

@@ -6,6 +6,8 @@ import asyncio
 import csv
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,7 +83,17 @@ def test_usage_is_summed_billed_and_exported(served: None, tmp_path: Path) -> No
     assert parquet.read_table(target).num_rows == NUMBER + 1
     assert list(tmp_path.glob("*.part")) == []
 
+    command = [sys.executable, "-m", "controlplane", "usage", "export", *SPAN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as piped:
+        assert piped.stdout and piped.stderr
+        assert piped.stdout.read(10) == b"attempt_id"
+        piped.stdout.close()  # as `head` does
+        assert piped.stderr.read() == b""
+        assert piped.wait(60) == 141
+
+    missing = tmp_path / "missing" / "usage.csv"
     for arguments, code, sentence in (
+        (("export", *SPAN, "-o", str(missing)), 1, f"tidegate: cannot write {missing}: No such file or directory\n"),
         (("statement", "nobody", MONTH), 1, "tidegate: there is no tenant nobody\n"),
         (("statement", "acme", "soon"), 2, "tidegate: a month has the form 2026-11\n"),
         (
