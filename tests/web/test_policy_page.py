@@ -14,7 +14,7 @@ from sqlalchemy import event
 from controlplane.db import transaction
 from controlplane.quotas import request_service, service
 from controlplane.quotas.schemas import QuotaKind
-from controlplane.quotas.views import QuotaPatch, QuotaRequestSpec, QuotaRequestView, QuotaSpec, QuotaView
+from controlplane.quotas.views import GrantSpec, QuotaPatch, QuotaRequestSpec, QuotaRequestView, QuotaSpec, QuotaView
 from controlplane.settings import Settings
 from controlplane.telemetry.intake import store
 from controlplane.tenants.prompt_logging import set_prompt_logging
@@ -53,7 +53,12 @@ def newest(page: httpx.Response) -> tuple[int, str]:
     assert page.status_code == 200, page.text
     row = re.search(r'<tr id="change-(\d+)">(.*?)</tr>', page.text, re.DOTALL)
     assert row is not None, page.text
-    return int(row[1]), re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", row[2]))
+    return int(row[1]), plain(row[2])
+
+
+def plain(html: str) -> str:
+    """What is read of `html`, each run of white space as one."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
 
 
 async def test_f17_skew_shows_by_name_and_age_on_the_page(operator: Deployment) -> None:
@@ -159,6 +164,20 @@ async def test_requests_that_wait_are_counted_in_the_menu(operator: Deployment) 
     await asked(operator)
     assert re.search(r">1<span[^>]*> requests", (await operator.client.get("/quota-requests/waiting")).text)
     assert 'hx-get="/quota-requests/waiting"' in (await operator.client.get("/quotas")).text
+
+
+async def test_a_request_shows_the_limit_in_force_and_that_only_approving_needs_an_amount(operator: Deployment) -> None:
+    quota, request = await asked(operator)
+    page = f"/quota-requests/{request.id}"
+    text = plain((await operator.client.get(page)).text)
+    assert "Limit in force 1,000 Of" in text
+    assert "Give how much more Added to the limit; approving needs it." in text
+    later = datetime.now(UTC) + timedelta(days=1)
+    async with transaction(operator.app.state.resources.engine) as session:
+        await service.grant(session, quota.id, GrantSpec(amount=250, expires_at=later, reason="x"), by="op")
+    answer = await operator.client.get(page)
+    assert "Limit in force 1,250 1,000 , raised by 250 Of" in plain(answer.text)
+    assert 'value="decline" formnovalidate' in answer.text
 
 
 async def test_an_operator_gives_less_for_shorter_with_a_note(operator: Deployment) -> None:

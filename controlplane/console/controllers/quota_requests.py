@@ -95,9 +95,11 @@ async def _decide(session: AsyncSession, request_id: UUID, data: DecisionForm, b
 
 async def _context(session: AsyncSession, request_id: UUID, form: Form | None = None) -> dict[str, Any]:
     asked = await request_service.get_request(session, request_id)
+    quota = None if asked.quota_id is None else await service.get_quota(session, asked.quota_id)
     return {
         "asked": asked,
-        "quota": None if asked.quota_id is None else await service.get_quota(session, asked.quota_id),
+        "quota": quota,
+        "in_force": None if quota is None or quota.hard is None else quota.hard + quota.raised,
         "form": form or Form(_as_asked(asked)),
         "kinds": dict(KINDS),
     }
