@@ -62,8 +62,16 @@ def signed(name: str, text: str) -> int:
 
 
 def share(name: str, text: str) -> float | None:
-    """Per cent as a share of one; None for an empty field."""
-    per_cent = decimal(name, text.strip().removesuffix("%"))
+    """Per cent as a share of one; None for an empty field. Below one per cent only with the sign: a bare 0.9 was
+    probably meant as a share.
+    """
+    plain = text.strip()
+    per_cent = decimal(name, plain.removesuffix("%"))
+    if per_cent is not None and 0 < per_cent < 1 and not plain.endswith("%"):
+        raise InvalidRequestError(
+            f"{name} is in per cent: type {per_cent * 100:.12g} for a share of {plain}, or {plain}% for as little",
+            param=name,
+        )
     return None if per_cent is None else round(per_cent / 100, 9)
 
 

@@ -241,6 +241,8 @@ async def test_objectives_are_made_switched_off_and_removed(operator: Deployment
     assert (await post(operator, f"/slos/{slo.id}/enable")).status_code == 303
     for change, field, sentence in (
         ({"ttft_share": "100"}, "ttft_share", "below 1"),
+        ({"ttft_share": "0.9"}, "ttft_share", "type 90 for a share of 0.9, or 0.9% for as little"),
+        ({"availability": "0.999"}, "availability", "type 99.9 for a share of 0.999"),
         ({"ttft_share": ""}, "ttft_share", "missing"),
         ({"service_class": "Not One"}, "service_class", "lower-case"),
         ({"tenant": "nobody"}, "tenant", "no tenant nobody"),
@@ -248,6 +250,11 @@ async def test_objectives_are_made_switched_off_and_removed(operator: Deployment
     ):
         assert sentence in problem(await post(operator, "/slos", {**form, **change}), field)
     assert (await post(operator, "/slos", form)).status_code == 422
+    assert (await post(operator, "/slos", {**form, "pool": "own", "ttft_share": "0.5 %"})).status_code == 303
+    async with transaction(operator.app.state.resources.engine) as session:
+        (little,) = [one for one in (await slo_service.list_slos(session, tenant="acme")).items if one.pool == "own"]
+    assert little.ttft_share == 0.005
+    assert (await post(operator, f"/slos/{little.id}/delete")).status_code == 303
     assert (await post(operator, f"/slos/{slo.id}/delete")).status_code == 303
     assert "Disable" not in (await operator.client.get("/slos")).text
 
