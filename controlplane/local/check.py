@@ -21,6 +21,7 @@ from rich.console import Console
 from controlplane.local.client import Client, Streamed
 from controlplane.local.display import Display
 from controlplane.local.errors import ExitCode, LocalError
+from controlplane.local.interrupts import Interrupts
 from controlplane.local.stack import Options, Ports, Running, Stack
 from controlplane.tenants import keys
 
@@ -53,7 +54,7 @@ class CheckDisplay(Display):
         super().ended(name, how, restart_in)
 
 
-def run_check(*, model: str, console: Console, error_console: Console) -> int:
+def run_check(*, model: str, console: Console, error_console: Console, interrupts: Interrupts) -> int:
     """The exit code: 0 only if everything held."""
     begin = time.monotonic()
     display = CheckDisplay(console, error_console)
@@ -63,9 +64,10 @@ def run_check(*, model: str, console: Console, error_console: Console) -> int:
         stack = Stack(Options(home=home / "home", ports=Ports.free(), model=model), display, {**os.environ, **QUIET})
         code, orderly, held = ExitCode.OK, True, False
         try:
-            with display:
-                running = stack.start()
-            held = Checks(stack, running, display, console).run()
+            with interrupts.raised():
+                with display:
+                    running = stack.start()
+                held = Checks(stack, running, display, console).run()
         except LocalError as error:
             display.fail(error.message)
             code = error.code
@@ -73,7 +75,7 @@ def run_check(*, model: str, console: Console, error_console: Console) -> int:
             code = ExitCode.INTERRUPTED
         finally:
             display.rest()
-            orderly = stack.stop()
+            orderly = stack.stop(interrupts.raised)
     if code is ExitCode.OK:
         held = held and orderly
         verdict = "every check held" if held else "not every check held"

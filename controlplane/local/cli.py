@@ -5,10 +5,8 @@ Layer: service. Every expected failure is one sentence on standard error; a trac
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import click
 import msgspec
@@ -77,16 +75,15 @@ def up(
     """
     from controlplane.local.check import run_check
     from controlplane.local.display import Display, show_next_steps
+    from controlplane.local.interrupts import Interrupts
     from controlplane.local.stack import Options, Ports, Stack
 
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    _interrupt_on(signal.SIGINT, signal.SIGTERM)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
-        _interrupt_on(signal.SIGHUP)
+    interrupts = Interrupts()
     if check:
         if home is not None:
             raise click.UsageError("--check always uses a temporary folder; leave --home out")
-        sys.exit(run_check(model=model, console=console, error_console=errors))
+        sys.exit(run_check(model=model, console=console, error_console=errors, interrupts=interrupts))
     named = {
         "control": port_control,
         "gateway": port_gateway,
@@ -109,10 +106,11 @@ def up(
     )
     code, orderly = ExitCode.OK, True
     try:
-        with display:
-            running = stack.start()
-        show_next_steps(console, running, stack.home, sys.executable)
-        stack.run()
+        with interrupts.raised():
+            with display:
+                running = stack.start()
+            show_next_steps(console, running, stack.home, sys.executable)
+            stack.run()
     except LocalError as error:
         display.fail(error.message)
         code = error.code
@@ -120,18 +118,8 @@ def up(
         code = ExitCode.OK
     finally:
         display.rest()
-        orderly = stack.stop()
+        orderly = stack.stop(interrupts.raised)
     sys.exit(code if orderly else ExitCode.INTERRUPTED)
-
-
-def _interrupt_on(*numbers: signal.Signals) -> None:
-    """These signals ask for an orderly stop, also when a shell that started us in the background ignores SIGINT."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    for number in numbers:
-        signal.signal(number, interrupt)
 
 
 @click.command(epilog=EXIT_CODES)

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -152,9 +153,11 @@ class Stack:
     def pids(self) -> dict[str, int]:
         return self._supervisor.pids() if self._supervisor is not None else {}
 
-    def stop(self) -> bool:
-        """Stop in order; False when it had to be cut short."""
-        orderly = self._supervisor.stop(STOP_ORDER, early=STOP_EARLY) if self._supervisor is not None else True
+    def stop(self, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """Stop in order; False when it had to be cut short by a KeyboardInterrupt within an `interruptible`."""
+        orderly = True
+        if self._supervisor is not None:
+            orderly = self._supervisor.stop(STOP_ORDER, early=STOP_EARLY, interruptible=interruptible)
         self._supervisor = None
         if self._opened:
             self.home.close()

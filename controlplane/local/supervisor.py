@@ -13,7 +13,8 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -142,12 +143,18 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     logs.bound(each.unit.log)
 
-    def stop(self, order: Sequence[str] = (), *, early: Collection[str] = ()) -> bool:
+    def stop(
+        self,
+        order: Sequence[str] = (),
+        *,
+        early: Collection[str] = (),
+        interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> bool:
         """Stop every unit: those named in `order` first, in that order, then the others, the youngest first.
 
         Those named in `early`, which nobody needs for an orderly end, are asked to end (SIGTERM) before all others and
-        waited for in their turn. A KeyboardInterrupt meanwhile kills what is left at once; then False is returned.
-        Nothing is left to do for a second call.
+        waited for in their turn. A KeyboardInterrupt while one is waited for, which is within an `interruptible`, kills
+        what is left at once; then False is returned. Nothing is left to do for a second call.
         """
         if self._stopped:
             return True
@@ -164,7 +171,8 @@ class Supervisor:
             try:
                 if each.unit.child is not None:
                     self._observer.stopping(each.unit.name)
-                self._halt(each, None if orderly else 0.0)
+                with interruptible():
+                    self._halt(each, None if orderly else 0.0)
                 youngest_first.pop(0)
             except KeyboardInterrupt:
                 orderly = False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,28 @@ def test_one_port_for_two_services_is_refused_with_both_flags(tmp_path: Path) ->
     done = tidegate("up", "--home", tmp_path / "home", "--port-gateway", "7332")
     assert "--port-gateway and --port-postgres are both 7332" in refused(done, ExitCode.USAGE)
     assert not (tmp_path / "home").exists()
+
+
+def test_signals_at_once_are_one_request_for_an_orderly_stop(tmp_path: Path) -> None:
+    """As from `timeout make up`: it tells the group, and make tells its child again."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "controlplane", "up", "--home", tmp_path / "home", "--free-ports", "--no-replica"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any("PostgreSQL" in line for line in process.stdout)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.03)
+            process.send_signal(signal.SIGTERM)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == ExitCode.OK, said
+    assert "PostgreSQL                stopping" in said
+    assert "Aborted" not in said
 
 
 @pytest.mark.parametrize("host", ["localhost", "not an address", "300.1.2.3", ""])
