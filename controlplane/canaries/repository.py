@@ -39,6 +39,12 @@ async def add_run(session: AsyncSession, window_start: int) -> bool:
     return added.first() is not None
 
 
+async def last_run(session: AsyncSession) -> float | None:
+    """When the newest run was done or, if it is not yet, made due (Unix seconds)."""
+    done_at = func.date_part("epoch", func.max(CanaryRunRow.done_at))
+    return await session.scalar(select(func.greatest(func.max(CanaryRunRow.window_start), done_at)))
+
+
 _CLAIM = text(
     """
 WITH due AS MATERIALIZED (

@@ -77,12 +77,15 @@ async def ask(session: AsyncSession) -> CanaryRun:
 async def claim(
     session: AsyncSession, *, gateways: Sequence[str], every_s: float, holder: str, now: float, ready: bool = False
 ) -> Run | None:
-    """Make this schedule's run due and claim the newest that is; None when there is none or one is under way. `ready`
-    says that a replica is: what the last run could not try for want of one is tried at once.
+    """Make this schedule's run due once `every_s` have passed since the last one, also over a restart, and claim the
+    newest that is due; None when there is none or one is under way. `ready` says that a replica is: what the last run
+    could not try for want of one is tried at once.
     """
     if not await repository.try_lock(session):
         return None
-    await repository.add_run(session, int(now // every_s * every_s))
+    last = await repository.last_run(session)
+    if last is None or not now - every_s < last < now + every_s:  # one from the future is of a clock that was wrong
+        await repository.add_run(session, int(now // every_s * every_s))
     if ready and await repository.lacked(session, NO_REPLICA):
         await repository.add_run(session, int(now))
     run = await repository.claim(session, holder=holder, ttl_s=CLAIM_TTL_S)

@@ -85,7 +85,9 @@ async def test_a_first_run_makes_a_canary_of_each_limit_endpoint_and_gateway(job
     assert {(view.state, view.why) for view in known} == {(CanaryState.NOT_RUN, "no replica is ready")}
     jobs.settings = structs.replace(two, canary_gateways="http://b.example:2")
     async with transaction(jobs.engine) as session:
-        await session.execute(text("UPDATE canary_runs SET window_start = window_start - 3600"))
+        await session.execute(
+            text("UPDATE canary_runs SET window_start = window_start - 3600, done_at = done_at - interval '1 hour'")
+        )
         await session.execute(text("UPDATE canaries SET window_start = 0"))
     await jobs.whole()
     assert {view.gateway for view in await jobs.known()} == {"http://b.example:2"}
@@ -142,6 +144,24 @@ async def test_what_does_not_fit_one_job_is_left_to_the_next(jobs: Jobs, monkeyp
     await jobs.run(tasks.run_canaries, same, later)
     assert jobs.published == []
     assert {view.state for view in await jobs.known()} == {CanaryState.NOT_RUN}
+
+
+async def test_the_schedule_counts_from_the_last_run_not_from_the_clock(jobs: Jobs) -> None:
+    async def claimed(minutes: float) -> bool:
+        async with transaction(jobs.engine) as session:
+            run = await service.claim(
+                session, gateways=["http://a.example:1"], every_s=HOUR, holder="w", now=noon + 60 * minutes
+            )
+            done = text("UPDATE canary_runs SET done_at = to_timestamp(:at), expires_at = NULL WHERE done_at IS NULL")
+            await session.execute(done, {"at": noon + 60 * minutes})
+            return run is not None
+
+    noon = NOW.timestamp()
+    assert await claimed(-8)
+    assert not await claimed(4), "as after a restart, in the next hour of the clock"
+    assert not await claimed(51)
+    assert await claimed(52)
+    assert not await claimed(53)
 
 
 async def test_a_run_that_was_asked_for_comes_beside_the_schedule(jobs: Jobs) -> None:
