@@ -13,7 +13,7 @@ from controlplane.console import presenters
 from controlplane.console.presenters import Figure, QuantileRow
 from controlplane.console.sparkline import Sparkline, sparkline
 from controlplane.telemetry.schemas import Figures, Overview, Quantiles, ScopedFigures, Series
-from controlplane.tenants.schemas import SLUG_PATTERN
+from controlplane.tenants.schemas import PROBE_TENANT, SLUG_PATTERN
 from dataplane.protocol import WINDOW_SECONDS, ReplicaState
 
 WINDOWS = (60, 300, 900, 3600)
@@ -70,11 +70,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ScopeRow:
-    """One line of the tables by replica and by tenant. `has_page` is False for what stands for no tenant."""
+    """One line of the tables by replica and by tenant. `has_page` is False for what stands for no tenant; `probe` marks
+    the tenant that canaries act as, which no sum takes in.
+    """
 
     key: str
     label: str
     has_page: bool
+    probe: bool
     tone: Tone
     requests: Figure
     prompt: Figure
@@ -221,6 +224,7 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         key=row.key,
         label=row.label,
         has_page=re.fullmatch(SLUG_PATTERN, row.key) is not None,
+        probe=row.key == PROBE_TENANT,
         tone=tone(row.state),
         requests=presenters.rate(figures.request_rate),
         prompt=presenters.rate(figures.prompt_rate, "tok/s"),

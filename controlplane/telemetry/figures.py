@@ -15,6 +15,7 @@ from controlplane.telemetry.histogram import quantiles
 from controlplane.telemetry.schemas import Figures, Quantiles, Series
 from controlplane.telemetry.scopes import Scope, decode_engine, decode_gateway
 from controlplane.telemetry.windows import ENGINE, WindowKey
+from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import WINDOW_SECONDS, Histogram
 
 GATEWAYS = "gateways"
@@ -70,7 +71,9 @@ class Tables:
         self._spans = {start: _Span() for start in range(self.first, self.last + 1, WINDOW_SECONDS)}
 
     def add(self, rows: Iterable[StoredWindow], *, tenant: str | None = None, replica: str | None = None) -> None:
-        """Sum the rows of `tenant` and `replica` (all if None); a tenant has no engine rows."""
+        """Sum the rows of `tenant` and `replica` (all if None); a tenant has no engine rows. Canaries are no traffic:
+        the probe tenant has its own line and, unless it is asked for, no part in the others.
+        """
         for row in rows:
             span = self._spans.get(row.key.start)
             if span is None:
@@ -81,7 +84,7 @@ class Tables:
             else:
                 span.gateway_until = max(span.gateway_until or 0.0, row.recorded_at)
                 if row.key.tenant and tenant in (None, row.key.tenant) and replica in (None, row.key.replica):
-                    self._add_gateway(span, row)
+                    self._add_gateway(span, row, traffic=row.key.tenant != PROBE_TENANT or tenant == PROBE_TENANT)
 
     def _add_engine(self, span: _Span, row: StoredWindow) -> None:
         window = decode_engine(row.data)
@@ -95,10 +98,12 @@ class Tables:
             if row.key.start >= self.latest.get(replica, (0, {}))[0]:
                 self.latest[replica] = (row.key.start, means)
 
-    def _add_gateway(self, span: _Span, row: StoredWindow) -> None:
+    def _add_gateway(self, span: _Span, row: StoredWindow, *, traffic: bool) -> None:
         counters = decode_gateway(row.data)
-        span.scope.add_gateway(counters)
         _scope(self.tenants, row.key.tenant).add_gateway(counters)
+        if not traffic:
+            return
+        span.scope.add_gateway(counters)
         if row.key.replica:
             _scope(self.replicas, row.key.replica).add_gateway(counters)
 

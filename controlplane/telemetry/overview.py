@@ -41,7 +41,8 @@ async def overview(
 
     Rates are per second of the window that reports cover: it begins with the first span in which a gateway
     reported, and `Evidence.window_s` says how long it is. Gauges (KV use, running, waiting) are those of now, over
-    the replicas that speak. A tenant has no engine-side figures. Raises InvalidRequestError.
+    the replicas that speak. A tenant has no engine-side figures. What gateways saw of the probe tenant's canaries is
+    told in its own line only; engines cannot tell tenants apart. Raises InvalidRequestError.
     """
     if not SHORTEST_S <= window_s <= LONGEST_S or window_s % WINDOW_SECONDS:
         raise InvalidRequestError(

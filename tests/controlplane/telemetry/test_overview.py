@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from redis.asyncio import Redis
@@ -19,6 +19,7 @@ from controlplane.telemetry.histogram import BUCKET_WIDTH
 from controlplane.telemetry.intake import store
 from controlplane.telemetry.overview import overview
 from controlplane.telemetry.schemas import Figures, Quantiles
+from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import Counters, GatewayWindow, Gauges, ReplicaState, Window, encode
 from tests.controlplane.telemetry.reports import (
     BOOT,
@@ -168,6 +169,25 @@ async def test_filters_narrow_to_one_tenant_or_replica(session: AsyncSession, re
     found = await overview(session, redis, now=NOW, tenant="globex", replica="r1")
     both = [one for one in requests if (one.tenant, one.replica) == ("globex", "r1")]
     assert_figures(found.total, both, 294.0)
+
+
+async def test_canaries_have_a_line_of_their_own_and_no_part_in_the_sums(
+    session: AsyncSession, redis: Redis, rng: random.Random
+) -> None:
+    await two_replicas(session)
+    requests = some_requests(rng, 60, range(-29, 1))
+    canaries = [replace(one, tenant=PROBE_TENANT) for one in some_requests(rng, 140, range(-29, 1))]
+    await send(session, requests + canaries)
+    found = await overview(session, redis, now=NOW)
+    assert_figures(found.total, requests, 294.0)
+    for row in found.by_replica:
+        assert_figures(row.figures, [one for one in requests if one.replica == row.key], 294.0)
+    probe = next(row for row in found.by_tenant if row.key == PROBE_TENANT)
+    assert_figures(probe.figures, canaries, 294.0)
+    for at, rate in zip(found.series.at, found.series.request_rate, strict=True):
+        assert rate == pytest.approx(len([one for one in requests if one.window == at]) / (4.0 if at == LAST else 10.0))
+    asked = await overview(session, redis, now=NOW, tenant=PROBE_TENANT)
+    assert_figures(asked.total, canaries, 294.0)
 
 
 async def test_series_have_a_point_per_span_with_gaps_as_none(
