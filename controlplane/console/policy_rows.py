@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from controlplane.console import presenters
@@ -29,6 +31,8 @@ UNTOLD = frozenset({"id", "tenant_id", "project_id", "quota_id", "created_at", "
 MONEY = frozenset({"hard", "soft", "local"})
 """Fields of a limit that are in micro-units where it limits money."""
 LONGEST = 120
+_INSTANT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[-+]\d\d:\d\d)")
+"""A moment as Postgres writes it into JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,13 @@ class HolderRow:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRow:
-    """One change; `fields` are (name, before, after)."""
+    """One change; `fields` are (name, before, after). What is not `reversible` never is, whatever else changes."""
 
     view: ChangeView
     noun: str
     what: str
     fields: list[tuple[str, str, str]]
+    reversible: bool
 
 
 def holder_row(view: HolderView) -> HolderRow:
@@ -82,8 +87,20 @@ def change_row(view: ChangeView) -> ChangeRow:
         view=view,
         noun=NOUNS[view.object],
         what=what,
-        fields=[_field(name, before.get(name), after.get(name), counts_money) for name in names],
+        fields=[
+            field
+            for field in (_field(name, before.get(name), after.get(name), counts_money) for name in names)
+            if field[1] != field[2]
+        ],
+        reversible=_reversible(view),
     )
+
+
+def _reversible(view: ChangeView) -> bool:
+    """Not a tenant that was made, nor the end of a price, which the price that ended it takes back."""
+    if view.object is PolicyObject.TENANTS:
+        return view.before is not None
+    return not (view.object is PolicyObject.PRICES and view.before is not None and view.after is not None)
 
 
 def duration(seconds: float) -> str:
@@ -126,4 +143,6 @@ def _words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(_words(each) for each in value)
+    if isinstance(value, str) and _INSTANT.fullmatch(value):
+        return f"{datetime.fromisoformat(value).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -113,6 +113,23 @@ async def test_a_limit_of_money_is_told_in_its_unit(operator: Deployment) -> Non
     assert "hard: 2.500000 units of money → 3.000001 units of money" in row
 
 
+async def test_what_can_never_be_taken_back_is_not_offered_and_times_read_as_times(operator: Deployment) -> None:
+    assert (await post(operator, "/tenants", slug="fresh", name="Fresh")).status_code == 303
+    page = await operator.client.get("/policy")
+    number, row = newest(page)
+    assert "Tenant made" in row
+    assert f"rollback-{number}" not in page.text
+    assert "— → —" not in plain(page.text)
+    quota = await limited(operator)
+    async with transaction(operator.app.state.resources.engine) as session:
+        soon = datetime.now(UTC) + timedelta(days=2)
+        await service.grant(session, quota.id, GrantSpec(amount=1, expires_at=soon, reason="x"), by="op")
+    page = await operator.client.get("/policy")
+    number, row = newest(page)
+    assert f"expires at: — → {soon:%Y-%m-%d %H:%M:%S} UTC" in row
+    assert f"rollback-{number}" in page.text
+
+
 async def test_a_viewer_sees_changes_and_no_way_to_take_them_back(operator: Deployment) -> None:
     await limited(operator)
     operator.client.cookies.clear()
