@@ -141,7 +141,7 @@ def _show(rows: Sequence[dict[str, Any]], as_json: bool, *, single: bool = False
         "key": lambda row: row["hint"],
         "state": _state,
         "scopes": lambda row: ", ".join(row["scopes"]) or "none",
-        "models": terminal.models,
+        "models": lambda row: "as the project" if row["allowed_models"] is None else terminal.models(row),
         "created": terminal.created,
         "expires": lambda row: terminal.moment(row["expires_at"]) if row["expires_at"] else "never",
     }

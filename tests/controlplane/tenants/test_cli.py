@@ -136,6 +136,11 @@ def test_projects_principals_and_rotation_from_the_terminal(url: str) -> None:
     assert new["scopes"] == ["inference", "usage:read"]
     assert old["rotated_to"] == new["key_id"]
     assert f"rotated to {new['key_id']}" in good("key", "list", "acme")
+    good("key", "create", "acme", "--model", "m")
+    heading, *lines = good("key", "list", "acme").splitlines()
+    shown = [line[heading.index("models") :] for line in lines]
+    assert [text.startswith("as the project") for text in shown] == [True, True, False]
+    assert shown[2].split()[0] == "m"
 
 
 REFUSED = [
