@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from litestar import Response, get, post
 from litestar.di import NamedDependency
@@ -12,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
 from controlplane.canaries import service
-from controlplane.canaries.schemas import CanaryState
+from controlplane.canaries.schemas import CanaryState, CanaryView
 from controlplane.component import Resources
 from controlplane.console import forms
 from controlplane.console.controllers.quotas import KINDS
@@ -32,13 +33,16 @@ async def canaries(
     after: FromQuery[str | None] = None,
 ) -> Response[str]:
     every_s = resources.settings.canary_every_s
-    counts = Counter(view.state for view in await service.all_canaries(session, every_s=every_s))
+    views = await service.all_canaries(session, every_s=every_s)
+    counts = Counter(view.state for view in views)
+    page = await service.list_canaries(session, every_s=every_s, after=after, limit=ROWS)
     return console.answer(
         request,
         "canaries/overview.html",
         user=current_user,
         section="canaries",
-        page=await service.list_canaries(session, every_s=every_s, after=after, limit=ROWS),
+        page=page,
+        rows=failing_first(page.items, views, first_page=after is None),
         counts=[(state, counts[state]) for state in CanaryState],
         every_s=every_s,
         after=after,
@@ -50,6 +54,13 @@ async def canaries(
 async def run_canaries(request: AnyRequest, session: NamedDependency[AsyncSession]) -> Response[str] | Redirect:
     await service.ask(session)
     return forms.go(request, "/canaries")
+
+
+def failing_first(items: Sequence[CanaryView], views: Sequence[CanaryView], *, first_page: bool) -> list[CanaryView]:
+    """The lines of a page: the first one begins with what fails of all `views`, at most ROWS, and no other has it."""
+    failing = [view for view in views if view.state is CanaryState.FAILING][:ROWS]
+    shown = {view.id for view in failing}
+    return [*(failing if first_page else ()), *(view for view in items if view.id not in shown)]
 
 
 PAGES = [canaries, run_canaries]

@@ -86,6 +86,10 @@ async def test_f5_pages_show_when_a_limit_was_last_proven(deployed: Deployment) 
     await prove_some(deployed)
     page = (await deployed.client.get("/canaries")).text
     assert WHY in page and "Failing</span>" in page and "Requests per minute" in page
+    table = page[page.index("<tbody") :]
+    assert table.index("Failing</span>") < table.index("Proven</span>") and table.count(WHY) == 1
+    other = (await deployed.client.get("/api/v1/canaries?limit=1", headers=deployed.viewer)).json()["next"]
+    assert WHY not in (await deployed.client.get("/canaries", params={"after": other})).text
     async with transaction(deployed.app.state.resources.engine) as session:
         spec = QuotaSpec(kind=QuotaKind.TOKENS_PER_MINUTE, hard=5)
         quota = await quotas.create_quota(session, deployed.tenant, spec)
