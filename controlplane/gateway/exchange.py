@@ -91,7 +91,8 @@ class Exchange:
         try:
             self._require(Scope.INFERENCE)
             with gateway.slot(self._grant.identity):
-                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
+                with gateway.receiving(self._grant.tenant_id):
+                    body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
                 record.accepted += waited
                 record.at += waited
                 if capture is not None:
