@@ -190,26 +190,32 @@ class _Proof:
     async def _until_refused(self, limit: Limited) -> None:
         """Until the gateway has adopted a closed limit; until then that of before may still hold there."""
 
-        def met(answer: Answer) -> bool:
-            earlier = answer.code in LIMITS and not refuses(answer, limit)
-            return not earlier and self._judged(answer, limit, never=True)
+        wrong = ""
 
-        await self._until(met, "not refused above the limit")
+        def met(answer: Answer) -> bool:
+            nonlocal wrong
+            earlier = answer.code in LIMITS and not refuses(answer, limit)
+            if earlier or not self._judged(answer, limit, adopting=True):
+                return False
+            wrong = wrong_refusal(answer, limit, never=True)
+            return not wrong
+
+        await self._until(met, lambda: f"above the limit: {wrong}" if wrong else "not refused above the limit")
 
     async def _until_served(self, limit: Limited) -> Answer:
         """Until the gateway has adopted a limit that leaves room for one; what is refused meanwhile takes nothing."""
         return await self._until(
-            lambda answer: not self._judged(answer, limit, adopting=True), "refused within the limit"
+            lambda answer: not self._judged(answer, limit, adopting=True), lambda: "refused within the limit"
         )
 
-    async def _until(self, met: Callable[[Answer], bool], otherwise: str) -> Answer:
+    async def _until(self, met: Callable[[Answer], bool], otherwise: Callable[[], str]) -> Answer:
         give_up = time.monotonic() + ADOPTED_S
         while True:
             answer = await self._probe.ask(self._ask)
             if met(answer):
                 return answer
             if time.monotonic() > give_up:
-                raise FailedProofError(f"{otherwise}, {ADOPTED_S:g} s after it was set")
+                raise FailedProofError(f"{otherwise()}, {ADOPTED_S:g} s after it was set")
             await asyncio.sleep(PAUSE_S)
 
     async def _settled(self, limit: Limited, answer: Answer, before: int, worst: int) -> int:
