@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -20,6 +21,10 @@ from sqlalchemy.pool import NullPool
 
 from controlplane.db import driver_url
 from controlplane.settings import Secret, Settings
+
+# A test asserts no absolute time, and neither does hypothesis.
+hypothesis.settings.register_profile("tidegate", deadline=None)
+hypothesis.settings.load_profile("tidegate")
 
 if TYPE_CHECKING:
     from tests.services import Databases

@@ -39,7 +39,7 @@ def create_user(client: AdminClient, *, as_json: bool, email: str, role: str) ->
 @talks
 def list_users(client: AdminClient, *, as_json: bool) -> None:
     """List users."""
-    _show_users(client.call("GET", "/users"), as_json)
+    _show_users(list(client.pages("/users")), as_json)
 
 
 @user.command("change")
@@ -97,7 +97,7 @@ def create_token(client: AdminClient, *, as_json: bool, name: str, role: str, ex
 @talks
 def list_tokens(client: AdminClient, *, as_json: bool) -> None:
     """List admin tokens."""
-    _show_tokens(client.call("GET", "/api-tokens"), as_json)
+    _show_tokens(list(client.pages("/api-tokens")), as_json)
 
 
 @token.command("revoke")
@@ -119,7 +119,7 @@ def _password() -> str:
 
 
 def _change(client: AdminClient, email: str, changes: dict[str, Any], as_json: bool) -> None:
-    found = [row["id"] for row in client.call("GET", "/users") if row["email"] == email.strip().lower()]
+    found = [row["id"] for row in client.pages("/users") if row["email"] == email.strip().lower()]
     if not found:
         raise AdminApiError(f"there is no user {email}")
     _show_users([client.call("PATCH", f"/users/{segment(found[0])}", changes)], as_json, single=True)

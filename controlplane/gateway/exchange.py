@@ -92,7 +92,8 @@ class Exchange:
         try:
             self._require(Scope.INFERENCE)
             with gateway.slot(Asker(self._grant.identity, head.content_length)):
-                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
+                with gateway.receiving(self._grant.tenant_id):
+                    body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
                 record.accepted += waited
                 record.at += waited
                 if capture is not None:

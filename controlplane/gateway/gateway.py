@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,8 @@ from controlplane.gateway.upstream import Upstream
 from controlplane.gateway.usage import UsageLog
 from controlplane.settings import Settings
 
+RECEIVED_AT_LEAST = 16
+"""Bodies of one tenant that may arrive at once, however few requests may be in flight."""
 DRAIN_S = 2.5
 """How long running requests may go on after a shutdown was asked for; then they are cut with an error event. All of it
 must be over before the server kills its worker (`serve.KILL_TIMEOUT_S`)."""
@@ -91,6 +94,8 @@ class Gateway:
         self.cutting = False
         """Requests still running are being ended now."""
         self._running: set[asyncio.Task[Any]] = set()
+        self._receiving: Counter[str] = Counter()
+        self._most_receiving = min(settings.max_in_flight, max(RECEIVED_AT_LEAST, settings.max_in_flight // 4))
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -148,6 +153,24 @@ class Gateway:
             self._comebacks.ended(time.monotonic())
             if not self._in_flight:
                 self._idle.set()
+
+    @contextmanager
+    def receiving(self, tenant_id: str) -> Iterator[None]:
+        """The body of one more of the tenant's requests, which has its slot, arrives. Raises CapacityError (503) when
+        half of the room is taken, and a quarter by bodies of this tenant that are still to come: who sends slowly must
+        not take all of it from others.
+        """
+        is_scarce = self._in_flight > self.settings.max_in_flight // 2
+        if is_scarce and self._receiving[tenant_id] >= self._most_receiving:
+            message = "Too many of this tenant's request bodies are still arriving; try again."
+            raise capacity(message, "too_many_bodies")
+        self._receiving[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._receiving[tenant_id] -= 1
+            if not self._receiving[tenant_id]:
+                del self._receiving[tenant_id]
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class GatewayMetrics:
             self.requests.labels(tenant, model, status).inc(one.requests)
             self.outcomes.labels(tenant, model, outcome).inc(one.requests)
             for kind, tokens in (("prompt", one.prompt), ("cached", one.cached), ("output", one.output)):
-                if one.prompt:
+                if one.prompt or one.output:
                     self.tokens.labels(tenant, model, kind).inc(tokens)
 
     def _tenant(self, slug: str) -> str:

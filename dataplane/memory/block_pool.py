@@ -87,7 +87,7 @@ class BlockPool:
                 self.evictions += 1
                 if last and self._evicted is not None:
                     self._evicted(block, key)
-            block.refs, block.parent = 1, None
+            block.refs, block.parent, block.written = 1, None, True
             taken.append(block)
         return taken
 
@@ -99,10 +99,11 @@ class BlockPool:
             block.refs -= 1
             if block.refs == 0:
                 self.free.append(block)
-                if block.suspect:
-                    block.suspect = False
-                    self.suspects -= 1
-                    self.to_clear.add(block.block_id)
+                if block.suspect or block.stale:
+                    self.suspects -= block.suspect
+                    block.suspect = block.stale = False
+                    if block.key is None:
+                        self.to_clear.add(block.block_id)
 
     def suspect(self, block: Block) -> None:
         """What a held block contains is not to be trusted: nobody finds it, and it is cleared once it is given back."""
@@ -124,13 +125,26 @@ class BlockPool:
                 self.forget(block)
                 self.to_clear.add(block.block_id)
 
-    def clear_unnamed(self, keys: Set[bytes], known: Set[bytes]) -> None:
-        """Have those free blocks cleared that have no name and follow one of `keys`, or one that is not `known`."""
-        self.to_clear |= {
-            block.block_id
-            for block in self.free
-            if block.key is None and block.parent is not None and (block.parent in keys or block.parent not in known)
-        }
+    def clear_unnamed(self) -> None:
+        """Have the blocks without a name cleared, those that are held once they are given back and have none then.
+
+        A name says what every slot holds. A block without one may hold what anyone wrote to it since it was last
+        cleared, and nothing tells who that was.
+        """
+        for block in self.blocks:
+            if block.key is None and block.written:
+                if block.refs:
+                    block.stale = True
+                else:
+                    self.to_clear.add(block.block_id)
+
+    def take_to_clear(self) -> list[int]:
+        """Blocks to clear, since the last call."""
+        taken, self.to_clear = sorted(self.to_clear), set()
+        for block_id in taken:
+            block = self.blocks[block_id]
+            block.written = block.refs > 0 or block.key is not None
+        return taken
 
     def cache(self, blocks: Sequence[Block], hashes: Sequence[bytes], parent: bytes | None, tokens: list[int]) -> None:
         """Index `blocks`, full ones that follow `parent`, under `hashes`; `tokens`, their contents, are for events."""

@@ -13,17 +13,19 @@ from dataplane.errors import IntegrityError
 
 class Block:
     """One KV block. `refs` counts the tables that hold it; `key` is its hash while it is indexed, and `parent` that of
-    the block before it in its chain, None at the start. A free block without a hash may still know its parent.
+    the block before it in its chain, None at the start.
 
-    What a `suspect` block holds is not to be trusted; it is to be cleared once nobody holds it.
+    What a `suspect` block holds is not to be trusted; it is to be cleared once nobody holds it. So is a `stale` one,
+    unless its holder has filled it: what an earlier holder left in the other slots may not be to be trusted. `written`
+    says that it was taken since it was last cleared.
     """
 
-    __slots__ = ("before", "behind", "block_id", "key", "parent", "refs", "suspect")
+    __slots__ = ("before", "behind", "block_id", "key", "parent", "refs", "stale", "suspect", "written")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.refs = 0
-        self.suspect = False
+        self.suspect = self.stale = self.written = False
         self.key: bytes | None = None
         self.parent: bytes | None = None
         self.before: Block | None = None

@@ -193,7 +193,7 @@ class KVManager:
         if table is not None:
             if self.pool.suspects:
                 self._spread(table)
-            self._give_back(table)
+            self.pool.release(table.blocks)
             self._replaced.pop(request.request_id, None)
         self.drop_swapped(request)
 
@@ -202,7 +202,8 @@ class KVManager:
 
         They and those who share a block keep it, and nobody joins them; it is to be cleared when the last has given it
         back. So is what anyone has computed after such a block, and will compute: those who share it, those who have
-        gone and left theirs in the cache, and those who are swapped out. One pass over both tiers.
+        gone and left theirs in the cache, and those who are swapped out. And so is what they left where others have
+        begun to write since, who leave the rest of a block as it was. One pass over both tiers.
         """
         tables = [self._tables[request.request_id] for request in requests if request.request_id in self._tables]
         keys: set[bytes] = set()
@@ -211,13 +212,12 @@ class KVManager:
         if not keys and not self.pool.suspects:
             return
         keys |= self._spread_all()
-        known = self.pool.parents() | self.host.parents()
-        keys = descendants(keys, known)
+        keys = descendants(keys, self.pool.parents() | self.host.parents())
         self.pool.distrust(keys)
         self._spread_all()  # whose blocks after those have no name yet
         self._swap.distrust(keys)
         self.host.forget(keys)
-        self.pool.clear_unnamed(keys, known.keys())
+        self.pool.clear_unnamed()
 
     def trusts(self, request: Request) -> bool:
         """Whether nothing is known against the KV that the request has, on the device or in host memory."""
@@ -231,14 +231,13 @@ class KVManager:
 
     def take_scrub(self) -> list[int]:
         """Blocks to clear before the moves of the step being planned, since the last call. A NaN survives a mask."""
-        taken, self.pool.to_clear = self.pool.to_clear, set()
-        return sorted(taken)
+        return self.pool.take_to_clear()
 
     # ---------------------------------------------------------------------------------------------------- host memory
 
     def swap_out(self, request: Request) -> bool:
         """Move a request's KV to host memory and free its blocks. False, and nothing changed, if it has no room there,
-        or if its KV is not to be trusted.
+        or if its KV is not to be trusted, or in blocks to be cleared when they are free: that is before they are moved.
 
         Cached prefixes give way. Blocks that others hold as well stay where they are for those.
         """
@@ -246,13 +245,15 @@ class KVManager:
         if table is None or not table.tokens or any(block.suspect for block in table.blocks):
             return False
         blocks = table.blocks[: -(-table.tokens // self.block_size)]
+        if any(block.stale and block.key is None for block in blocks):
+            return False
         moved = self._swap.put(request.request_id, blocks, table.hashed, table.tokens)
         if moved is None:
             return False
         self.swapped_out += moved
         del self._tables[request.request_id]
         self._replaced.pop(request.request_id, None)
-        self._give_back(table)
+        self.pool.release(table.blocks)
         return True
 
     def swap_in(self, request: Request, tokens: int, *, keep_free: int = 0, reserve: int = 0) -> list[int] | None:
@@ -271,6 +272,8 @@ class KVManager:
         table = self._new_table(hits, swapped.blocks[len(hits) :], known, keep_free, reserve)
         if table is None:
             return None
+        for block in table.blocks[swapped.hashed : len(swapped.blocks)]:
+            block.stale = swapped.stale
         self.swapped_in += len(swapped.blocks) - len(hits)
         self._tables[request.request_id] = table
         self.host.release(self._swap.pop(request.request_id))
@@ -356,6 +359,7 @@ class KVManager:
         """
         index = request.computed // self.block_size
         source, (target,) = table.blocks[index], self.pool.take(1)
+        target.stale = source.stale
         if source.suspect:
             self.pool.suspect(target)
         self._moves.copy(source, target)
@@ -390,14 +394,6 @@ class KVManager:
             for table in self._tables.values():
                 keys |= self._spread(table)
         return keys
-
-    def _give_back(self, table: Table) -> None:
-        """Release a table's blocks. Those without a name of their own keep that of the last before them."""
-        if 0 < table.hashed < len(table.blocks):
-            last = table.blocks[table.hashed - 1].key
-            for block in table.blocks[table.hashed :]:
-                block.parent = last
-        self.pool.release(table.blocks)
 
     def _spread(self, table: Table) -> set[bytes]:
         """What was computed after a block that is not to be trusted is not either."""

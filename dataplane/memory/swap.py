@@ -18,13 +18,15 @@ from dataplane.memory.moves import MoveLog
 class Swapped:
     """One request's blocks in order of position: `tokens` positions, the first `hashed` blocks under their hash.
 
-    `trusted` says that nothing is known against what they hold.
+    `trusted` says that nothing is known against what they hold, `stale` that there is something against what may be in
+    slots without a position, of the blocks without a hash.
     """
 
     blocks: list[HostBlock]
     hashed: int
     tokens: int
     trusted: bool = True
+    stale: bool = False
 
 
 class SwapSpace:
@@ -70,8 +72,12 @@ class SwapSpace:
         return fresh
 
     def distrust(self, keys: Set[bytes]) -> None:
-        """Who has one of these contents is not to be brought back. The host still knows them by name."""
+        """Who has one of these contents is not to be brought back. The host still knows them by name.
+
+        What anyone has in blocks without a name may lie beside what is not to be trusted.
+        """
         for swapped in self._swapped.values():
+            swapped.stale = True
             swapped.trusted = swapped.trusted and not any(block.key in keys for block in swapped.blocks)
 
     def pop(self, request_id: str) -> list[HostBlock]:

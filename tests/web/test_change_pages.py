@@ -128,6 +128,42 @@ async def test_a_form_sent_as_it_came_changes_nothing(operator: Deployment) -> N
         assert await tenant_now(operator, tenant.slug) == tenant
 
 
+async def test_a_form_filled_in_before_somebody_elses_change_does_not_take_that_back(operator: Deployment) -> None:
+    """Who renames a tenant must not let its keys in again that a colleague has just shut out."""
+    tenant = await made(operator, metadata={"owner": "ada"})
+    path = f"/tenants/{tenant.slug}/change"
+    form = await filled(operator, path) | {"name": "Renamed"}
+    async with transaction(operator.app.state.resources.engine) as session:
+        await service.change_tenant(session, tenant.slug, TenantPatch(active=False, metadata={"owner": "bob"}))
+    assert (await send(operator, path, form)).status_code == 303
+    now = await tenant_now(operator, tenant.slug)
+    assert (now.name, now.active, now.metadata) == ("Renamed", False, {"owner": "bob"})
+
+
+async def test_two_who_change_the_same_field_are_told(operator: Deployment) -> None:
+    tenant = await made(operator, weight=1.0, metadata={})
+    path = f"/tenants/{tenant.slug}/change"
+    form = await filled(operator, path) | {"weight": "3", "metadata_key": ["a", ""], "metadata_value": ["1", ""]}
+    async with transaction(operator.app.state.resources.engine) as session:
+        await service.change_tenant(session, tenant.slug, TenantPatch(weight=2.0, priority=7))
+    answer = await send(operator, path, form)
+    assert "2" in problem(answer, "weight")
+    assert (await tenant_now(operator, tenant.slug)).weight == 2.0
+    (seen,) = re.findall(r'name="seen" value="([^"]+)"', answer.text)
+    assert re.search(r'name="priority"[^>]*value="7"', answer.text)
+    again = form | {"seen": seen, "priority": "7"}
+    assert (await send(operator, path, again)).status_code == 303
+    now = await tenant_now(operator, tenant.slug)
+    assert (now.weight, now.priority, now.metadata) == (3.0, 7, {"a": "1"})
+
+
+async def test_large_numbers_are_shown_with_all_their_digits(operator: Deployment) -> None:
+    tenant = await made(operator, weight=1.2345678, floor_tokens_per_s=1234567.0)
+    form = await filled(operator, f"/tenants/{tenant.slug}/change")
+    assert (form["weight"], form["floor_tokens_per_s"]) == ("1.2345678", "1234567")
+    assert "1234567 tokens/s" in (await operator.client.get(f"/tenants/{tenant.slug}")).text
+
+
 async def test_a_project_is_changed_with_its_form(operator: Deployment) -> None:
     tenant = await made(operator, metadata={})
     async with transaction(operator.app.state.resources.engine) as session:

@@ -1,12 +1,13 @@
 """The forms that change a tenant's or a project's fields. Layer: service. The tenants domain decides.
 
-Only fields whose text differs from what is stored are sent on, so that a name that has no exact text here, such as a
-model's with a space, is left alone by who changes something else.
+Only fields whose text differs from what was shown are sent on, so that a name that has no exact text here, such as a
+model's with a space, and what somebody else changed meanwhile are left alone by who changes something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from controlplane.accounts.schemas import Principal
 from controlplane.console import forms
 from controlplane.console.controllers.tenants import BODY_LIMIT, go, made_of, model_names
 from controlplane.console.pages import AnyRequest, Console, Form
-from controlplane.errors import InvalidRequestError
+from controlplane.errors import ConflictError, InvalidRequestError
 from controlplane.fleet.service import served_models
 from controlplane.tenants import projects, service
 from controlplane.tenants.schemas import (
@@ -40,7 +41,9 @@ Pairs = list[tuple[str, str]]
 
 
 class ChangeForm(msgspec.Struct, frozen=True):
-    """What was typed. A project has neither priority, time zone, weight nor floor, "default" no state."""
+    """What was typed. A project has neither priority, time zone, weight nor floor, "default" no state. `seen` is
+    `_marks` of what the form was filled with; without it that is taken to be what is stored.
+    """
 
     name: str = ""
     active: str = ACTIVE
@@ -51,6 +54,7 @@ class ChangeForm(msgspec.Struct, frozen=True):
     floor_tokens_per_s: str = ""
     metadata_key: str | list[str] = ""
     metadata_value: str | list[str] = ""
+    seen: str = ""
 
     @property
     def values(self) -> dict[str, str]:
@@ -93,7 +97,7 @@ async def change_tenant(
     made = await made_of(_change_tenant(session, slug, data), data.values)
     if not isinstance(made, Form):
         return go(request, f"/tenants/{slug}")
-    context = await _tenant_context(session, slug, form=made, pairs=data.pairs)
+    context = await _tenant_context(session, slug, refused=made, data=data)
     return console.answer(request, "tenants/change.html", user=current_user, section="tenants", status=422, **context)
 
 
@@ -130,7 +134,7 @@ async def change_project(
     made = await made_of(_change_project(session, slug, project, data), data.values)
     if not isinstance(made, Form):
         return go(request, f"/tenants/{slug}/projects")
-    context = await _project_context(session, slug, project, form=made, pairs=data.pairs)
+    context = await _project_context(session, slug, project, refused=made, data=data)
     template = "tenants/project_change.html"
     return console.answer(request, template, user=current_user, section="tenants", status=422, **context)
 
@@ -151,30 +155,44 @@ async def _change_project(session: AsyncSession, slug: str, project: str, data: 
 
 
 async def _tenant_context(
-    session: AsyncSession, slug: str, *, form: Form | None = None, pairs: Pairs | None = None
+    session: AsyncSession, slug: str, *, refused: Form | None = None, data: ChangeForm | None = None
 ) -> dict[str, Any]:
     tenant = await service.get_tenant(session, slug)
     return {
+        **_form_context(_tenant_values(tenant), tenant.metadata, refused, data),
         "tenant": tenant,
-        "form": form or Form(_tenant_values(tenant)),
-        "pairs": _with_spare(sorted(tenant.metadata.items()) if pairs is None else pairs),
-        "states": STATES,
         "tab": "",
         "served": await served_models(session),
     }
 
 
 async def _project_context(
-    session: AsyncSession, slug: str, project: str, *, form: Form | None = None, pairs: Pairs | None = None
+    session: AsyncSession, slug: str, project: str, *, refused: Form | None = None, data: ChangeForm | None = None
 ) -> dict[str, Any]:
     stored = await projects.get_project(session, slug, project)
     return {
+        **_form_context(_project_values(stored), stored.metadata, refused, data),
         "tenant": await service.get_tenant(session, slug),
         "project": stored,
-        "form": form or Form(_project_values(stored)),
-        "pairs": _with_spare(sorted(stored.metadata.items()) if pairs is None else pairs),
-        "states": STATES,
         "default_project": DEFAULT_PROJECT,
+    }
+
+
+def _form_context(
+    stored: Mapping[str, str], metadata: Mapping[str, str], refused: Form | None, data: ChangeForm | None
+) -> dict[str, Any]:
+    """The form as it is stored now; of one that was refused, with what was typed into it."""
+    marks = _marks(stored, metadata)
+    values, pairs = dict(stored), sorted(metadata.items())
+    if data is not None:
+        seen = {**marks, **_read_marks(data.seen)}
+        values |= {name: text for name, text in data.values.items() if seen.get(name) != _mark(text)}
+        pairs = data.pairs if seen["metadata"] != _mark_of_pairs(dict(data.pairs)) else pairs
+    return {
+        "form": Form(values, refused.errors if refused is not None else {}),
+        "pairs": _with_spare(pairs),
+        "seen": " ".join(f"{name}={mark}" for name, mark in marks.items()),
+        "states": STATES,
     }
 
 
@@ -185,8 +203,8 @@ def _tenant_values(tenant: TenantView) -> dict[str, str]:
         "allowed_models": ", ".join(tenant.allowed_models or ()),
         "priority": str(tenant.priority),
         "time_zone": tenant.time_zone,
-        "weight": f"{tenant.weight:g}",
-        "floor_tokens_per_s": f"{tenant.floor_tokens_per_s:g}",
+        "weight": _number(tenant.weight),
+        "floor_tokens_per_s": _number(tenant.floor_tokens_per_s),
     }
 
 
@@ -203,11 +221,46 @@ def _with_spare(pairs: Pairs) -> Pairs:
 
 
 def _changes(data: ChangeForm, stored: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What differs from what is stored. Raises InvalidRequestError by field."""
-    typed = data.values
-    changes = {name: _READ[name](typed[name]) for name in stored if typed[name].strip() != stored[name].strip()}
+    """What was changed of what the form showed. Raises InvalidRequestError by field, and ConflictError for a field that
+    has been changed otherwise since.
+    """
+    typed, marks = data.values, _marks(stored, metadata)
+    seen = {**marks, **_read_marks(data.seen)}
+    changes: dict[str, Any] = {}
+    for name, text in stored.items():
+        if _mark(typed[name]) in (seen[name], marks[name]):
+            continue
+        if seen[name] != marks[name]:
+            raise _changed_since(name, f"to {text[:100]!r} ")
+        changes[name] = _READ[name](typed[name])
     pairs = _metadata(data.pairs)
-    return changes if pairs == metadata else {**changes, "metadata": pairs}
+    if _mark_of_pairs(pairs) not in (seen["metadata"], marks["metadata"]):
+        if seen["metadata"] != marks["metadata"]:
+            raise _changed_since("metadata")
+        changes["metadata"] = pairs
+    return changes
+
+
+def _changed_since(name: str, into: str = "") -> ConflictError:
+    message = f"{name} was changed {into}by somebody else meanwhile; save again to replace that"
+    return ConflictError(message, code="changed_meanwhile", param=name)
+
+
+def _marks(stored: Mapping[str, str], metadata: Mapping[str, str]) -> dict[str, str]:
+    """By which a field is known to be as it was shown."""
+    return {**{name: _mark(text) for name, text in stored.items()}, "metadata": _mark_of_pairs(metadata)}
+
+
+def _read_marks(seen: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in seen.split() if "=" in part)
+
+
+def _mark(text: str) -> str:
+    return blake2b(text.strip().encode(), digest_size=8).hexdigest()
+
+
+def _mark_of_pairs(metadata: Mapping[str, str]) -> str:
+    return _mark(msgspec.json.encode(sorted(metadata.items())).decode())
 
 
 def _metadata(pairs: Pairs) -> dict[str, str]:
@@ -219,6 +272,11 @@ def _metadata(pairs: Pairs) -> dict[str, str]:
             raise InvalidRequestError(f"metadata: the key {key[:40]!r} is there twice", param="metadata")
         found[key] = value
     return found
+
+
+def _number(value: float) -> str:
+    """All its digits."""
+    return repr(value).removesuffix(".0")
 
 
 def _active(text: str) -> bool:

@@ -100,11 +100,11 @@ async def _context(session: AsyncSession, request_id: UUID, form: Form | None = 
         "asked": asked,
         "quota": quota,
         "in_force": None if quota is None or quota.hard is None else quota.hard + quota.raised,
-        "form": form or Form(_as_asked(asked)),
+        "form": form or Form(_as_asked(asked, None if quota is None else quota.hard)),
         "kinds": dict(KINDS),
     }
 
 
-def _as_asked(asked: QuotaRequestView) -> dict[str, str]:
+def _as_asked(asked: QuotaRequestView, hard: int | None) -> dict[str, str]:
     until = "" if asked.until is None else asked.until.strftime("%Y-%m-%dT%H:%M")
-    return {"amount": str(asked.amount), "until": until, "note": ""}
+    return {"amount": str(max(0, request_service.missing(asked, hard))), "until": until, "note": ""}

@@ -137,7 +137,7 @@ async def test_f24_five_times_over_refusals_come_before_what_is_served(
                     patched.setattr(served.gateway.dispatch, "turn_away", lambda *_: None)
                     control.append(await moment(served))
         before = sum(part < 1.0 for part in parts)
-        assert before >= 0.95 * ROUNDS, sorted(parts)
+        assert before >= 0.8 * ROUNDS, sorted(parts)
         assert statistics.median(parts) < 0.95 * statistics.median(control), (sorted(parts), sorted(control))
         await drained(room, tasks)
         await assert_nothing_left(served)

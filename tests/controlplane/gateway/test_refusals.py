@@ -327,6 +327,35 @@ async def test_the_place_kept_for_a_refused_request_is_not_given_to_another_of_i
             assert back.status == 200
 
 
+async def test_one_tenants_bodies_that_do_not_arrive_leave_room_for_others(offline_settings: Settings) -> None:
+    """Whoever opens as many requests as may be in flight and sends nothing must not shut everybody out."""
+    settings = msgspec.structs.replace(offline_settings, max_in_flight=20)
+    async with fake_replica() as replica, running_gateway(settings, route(replica, "r0")) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in idle:
+            writer.write(head_of(served) + b"{")
+        refused = {asyncio.create_task(reader.readline()) for reader, _ in idle}
+        done, waiting = await asyncio.wait(refused, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 4:
+            more, waiting = await asyncio.wait(waiting, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            assert more, "as many bodies of one tenant are awaited as may be in flight"
+            done |= more
+        assert {task.result() for task in done} == {b"HTTP/1.1 503 Service Unavailable\r\n"}
+        assert served.gateway.in_flight == 16
+        other = served.policy.key(tenant="other", tenant_id="other")
+        async with served.post(CHAT, key=other) as answer:
+            assert answer.status == 200, await answer.text()
+        async with served.post(CHAT) as answer:
+            check_error(await answer.json(), "too_many_bodies")
+        for task in waiting:
+            task.cancel()
+        for _, writer in idle:
+            writer.close()
+        await served.settled(22)
+        assert served.gateway.in_flight == 0
+
+
 async def test_a_refused_client_that_sends_without_end_is_cut_off(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

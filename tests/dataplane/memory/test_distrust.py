@@ -89,7 +89,7 @@ def test_what_was_left_by_a_request_that_is_gone_is_not_found_either() -> None:
     manager.distrust([short])
     assert len(manager.take_events()) == 6, "an indexer is told"
     manager.free(short)
-    assert manager.take_scrub() == [4, 5, 6, 7, 8, 9, 10, 11], "the last but one block has no name, but follows"
+    assert manager.take_scrub() == [3, 4, 5, 6, 7, 8, 9, 10, 11], "whoever had a block without a name"
     again = make_request("again", range(9))
     start(manager, again)
     assert manager.match(make_request("x", range(25))).tokens == 8, "what is computed anew, and no more"
@@ -149,4 +149,113 @@ def test_a_swapped_request_keeps_what_came_before() -> None:
     assert manager.trusts(kept)
     assert manager.swap_in(kept, 1) is not None
     assert manager.match(make_request("x", range(13))).tokens == 12
+    manager.check_integrity()
+
+
+def begun(manager: KVManager) -> tuple[Request, Request]:
+    """Who shares a prefix with one that is gone, and who has begun to write to blocks that this one had filled.
+
+    The one that is gone had the blocks 1 to 5. The other has 6, 5 and 4, and has filled half of the last.
+    """
+    gone, sharing = make_request("gone", range(17)), make_request("sharing", range(5))
+    start(manager, gone)
+    manager.free(gone)
+    other = make_request("other", range(50, 60))
+    assert start(manager, other)[1] == [6, 5, 4]
+    assert start(manager, sharing) == ([1], [3])
+    manager.take_transfers()
+    return sharing, other
+
+
+def test_what_a_holder_has_not_written_over_is_cleared_when_it_gives_the_block_back() -> None:
+    """What was left lies beside what is sound, where no name tells of it."""
+    manager = KVManager(7, 4)
+    bad, other = begun(manager)
+    manager.distrust([bad])
+    assert manager.trusts(other)
+    assert 4 not in manager.take_scrub(), "it is in use"
+    manager.free(other)
+    assert manager.take_scrub() == [4]
+    assert manager.match(other).tokens == 8
+    manager.check_integrity()
+
+
+def test_what_nobody_wrote_over_is_cleared_where_the_next_holder_has_gone_too() -> None:
+    manager = KVManager(7, 4)
+    bad, other = begun(manager)
+    manager.free(other)
+    manager.distrust([bad])
+    assert 4 in manager.take_scrub()
+    manager.check_integrity()
+
+
+def test_a_block_that_was_filled_meanwhile_is_kept() -> None:
+    manager = KVManager(7, 4)
+    bad, other = begun(manager)
+    manager.distrust([bad])
+    manager.free(bad)
+    manager.take_scrub()
+    append(manager, other, 60, 61, 62)
+    manager.free(other)
+    assert 4 not in manager.take_scrub()
+    assert manager.match(make_request("x", range(50, 63))).tokens == 12
+    manager.check_integrity()
+
+
+def test_who_writes_beside_what_was_left_is_not_swapped_out() -> None:
+    """Its block would be cleared before it is moved, as it is free."""
+    manager = KVManager(7, 4, host_blocks=8)
+    bad, other = begun(manager)
+    manager.distrust([bad])
+    assert not manager.swap_out(other)
+    append(manager, other, 60, 61)
+    assert manager.swap_out(other), "it has filled its block"
+    assert 4 not in manager.take_scrub()
+    manager.check_integrity()
+
+
+def test_what_was_left_comes_back_with_who_was_swapped_out() -> None:
+    manager = KVManager(7, 4, host_blocks=8)
+    bad, other = begun(manager)
+    assert manager.swap_out(other)
+    manager.take_transfers()
+    manager.distrust([bad])
+    manager.free(bad)
+    manager.take_scrub()
+    manager.take_transfers()
+    table = manager.swap_in(other, 1)
+    assert table is not None
+    manager.take_transfers()
+    manager.free(other)
+    assert manager.take_scrub() == table[2:]
+    manager.check_integrity()
+
+
+def test_what_was_left_goes_with_the_copy_of_a_block() -> None:
+    """A copy is of the whole block, whatever its holder has written to it."""
+    manager = KVManager(7, 4)
+    bad, other = begun(manager)
+    child = other.fork("child", 1)
+    manager.fork(other, child)
+    manager.distrust([bad])
+    manager.free(bad)
+    manager.take_scrub()
+    append(manager, child, 60)
+    replaced = manager.take_replaced("child")
+    assert replaced is not None
+    manager.take_transfers()
+    manager.free(child)
+    assert manager.take_scrub() == [replaced[1]]
+    manager.check_integrity()
+
+
+def test_a_block_that_nobody_took_since_it_was_cleared_is_not_cleared_again() -> None:
+    """Nor one that was never used: it would cost memory that the system has not given yet."""
+    manager = KVManager(20, 4)
+    for name in ("a", "b"):
+        request = make_request(name, range(10))
+        start(manager, request)
+        manager.distrust([request])
+        manager.free(request)
+        assert len(manager.take_scrub()) == 3
     manager.check_integrity()

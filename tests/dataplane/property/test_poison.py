@@ -9,7 +9,7 @@ from collections import deque
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dataplane.memory.manager import KVManager
@@ -159,6 +159,7 @@ class PoisonedRun:
 
 @pytest.mark.parametrize("sampled", [True, False])
 @given(seed=st.integers(0, 2**32))
+@example(seed=286)  # a block taken for another before the failure was known, who writes to half of it
 def test_who_comes_after_a_failure_never_meets_what_it_left(seed: int, sampled: bool) -> None:
     run = PoisonedRun(seed, sampled=sampled)
     run.go()
