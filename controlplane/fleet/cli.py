@@ -103,4 +103,5 @@ def _size(said: int) -> str:
 
 
 def _gauge(row: dict[str, Any], name: str) -> str:
-    return "-" if row["gauges"] is None else str(row["gauges"][name])
+    """A count; the answer leaves out those of 0."""
+    return "-" if row["gauges"] is None else str(row["gauges"].get(name, 0))

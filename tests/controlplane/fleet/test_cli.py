@@ -15,8 +15,11 @@ from controlplane.accounts.schemas import Role
 from controlplane.cli import main
 from controlplane.db import create_engine, transaction
 from controlplane.fleet import service
+from controlplane.fleet.live import LiveGauges, gauges_key
+from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
-from tests.controlplane.telemetry.reports import report
+from dataplane.protocol import Gauges, encode
+from tests.controlplane.telemetry.reports import BOOT, report
 from tests.controlplane.test_serve import serving
 
 TOKEN = "operator-token-of-this-test"
@@ -33,6 +36,10 @@ def served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             await service.ensure_pool(session, "small", "m")
             await service.take_in(session, [report("one", pool="small", model="m")], 0.0)
         await engine.dispose()
+        redis = create_redis(settings.redis_url)
+        idle = LiveGauges(at=0.0, boot_epoch=BOOT, gauges=Gauges(waiting=3, blocks_total=100))
+        await redis.set(gauges_key("one"), encode(idle), ex=60)
+        await redis.aclose()
 
     asyncio.run(seed())
     with serving("control", settings) as (_, port):
@@ -64,6 +71,9 @@ def test_pools_are_sized_and_replicas_drained(served: None) -> None:
     assert told.stdout.startswith("one is to serve; it is ")
     assert [row["replica"] for row in data("replica", "list")] == ["one"]
     assert data("replica", "list", "--pool", "other") == []
+    heading, line = run("replica", "list").stdout.splitlines()
+    assert "running  waiting" in heading
+    assert line[heading.index("running") :].split()[:2] == ["0", "3"]  # a gauge of 0 is not in the answer
 
     for arguments, code, sentence in (
         (("pool", "change", "small"), 2, "nothing to change"),
