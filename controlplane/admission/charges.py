@@ -63,12 +63,6 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     money: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.uncached_input <= self.input <= MOST and 0 <= self.output <= MOST):
-            self._refuse()
-        if not (0 <= self.requests <= MOST and 0 <= self.money <= MOST):
-            self._refuse()
-
-    def _refuse(self) -> None:
         for name in self.__struct_fields__:
             if not 0 <= getattr(self, name) <= MOST:
                 raise ValueError(f"{name} must be from 0 to {MOST}")

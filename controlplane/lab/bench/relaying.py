@@ -19,7 +19,6 @@ from controlplane.lab.bench.requests import Target
 
 STREAMS = (16, 64)
 
-
 PLAIN_STREAMS = 16
 """Streams at which the plain relay is measured too."""
 COLUMNS = ("load", "tokens/s", "rounds", "ceiling, direct", "tokens per write", "CPU µs/token", "tokens/s, ours/plain")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.accounts import service as accounts
-from controlplane.accounts.schemas import Role
 from controlplane.cli import main
-from controlplane.db import create_engine, transaction
 from controlplane.settings import Settings
-from tests.controlplane.test_serve import serving
+from tests.controlplane.pointed import TOKEN, pointed
 from tests.factories.rows import make_user
 
-TOKEN = "operator-token-of-this-test"
 PASSWORD = "correct horse battery staple"
 
 
@@ -26,17 +22,10 @@ PASSWORD = "correct horse battery staple"
 def served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A control plane, and an environment that points at it as operator."""
 
-    async def seed() -> None:
-        engine = create_engine(settings, pooled=False)
-        async with transaction(engine) as session:
-            await accounts.ensure_api_token(session, "operator", TOKEN, Role.OPERATOR)
-            await make_user(session, email="root@example.com")
-        await engine.dispose()
+    async def seed(session: AsyncSession) -> None:
+        await make_user(session, email="root@example.com")
 
-    asyncio.run(seed())
-    with serving("control", settings) as (_, port):
-        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+    with pointed(settings, monkeypatch, seed):
         yield
 
 

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.accounts import service as accounts
-from controlplane.accounts.schemas import Role
 from controlplane.cli import main
-from controlplane.db import create_engine, transaction
 from controlplane.fleet import service
 from controlplane.fleet.live import LiveGauges, gauges_key
 from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
 from dataplane.protocol import Gauges, encode
+from tests.controlplane.pointed import pointed
 from tests.controlplane.telemetry.reports import BOOT, report
-from tests.controlplane.test_serve import serving
-
-TOKEN = "operator-token-of-this-test"
 
 
 @pytest.fixture
 def served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A control plane with a pool and a replica, and an environment that points at it as operator."""
 
-    async def seed() -> None:
-        engine = create_engine(settings, pooled=False)
-        async with transaction(engine) as session:
-            await accounts.ensure_api_token(session, "operator", TOKEN, Role.OPERATOR)
-            await service.ensure_pool(session, "small", "m")
-            await service.take_in(session, [report("one", pool="small", model="m")], 0.0)
-        await engine.dispose()
+    async def seed(session: AsyncSession) -> None:
+        await service.ensure_pool(session, "small", "m")
+        await service.take_in(session, [report("one", pool="small", model="m")], 0.0)
         redis = create_redis(settings.redis_url)
         idle = LiveGauges(at=0.0, boot_epoch=BOOT, gauges=Gauges(waiting=3, blocks_total=100))
         await redis.set(gauges_key("one"), encode(idle), ex=60)
         await redis.aclose()
 
-    asyncio.run(seed())
-    with serving("control", settings) as (_, port):
-        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+    with pointed(settings, monkeypatch, seed):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 import json
@@ -15,18 +14,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.accounts import service as accounts
 from controlplane.accounts.schemas import Role
 from controlplane.cli import main
-from controlplane.db import create_engine, transaction
 from controlplane.ledger import service
 from controlplane.settings import Settings
+from tests.controlplane.pointed import pointed
 from tests.controlplane.telemetry.reports import usage
-from tests.controlplane.test_serve import serving
 from tests.factories.rows import make_tenant
 
-TOKEN = "viewer-token-of-this-test"
 MONTH = f"{datetime.now(UTC):%Y-%m}"
 TODAY = f"{datetime.now(UTC):%Y-%m-%d}"
 SPAN = ("--since", TODAY, "--until", f"{TODAY}T23:59:59")
@@ -38,20 +35,13 @@ NUMBER = 12_000
 def served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A control plane with some usage, and an environment that points at it as viewer."""
 
-    async def seed() -> None:
-        engine = create_engine(settings, pooled=False)
-        async with transaction(engine) as session:
-            await accounts.ensure_api_token(session, "viewer", TOKEN, Role.VIEWER)
-            await make_tenant(session, "acme")
-            at = datetime.now(UTC).replace(hour=0, minute=0, second=1).timestamp()
-            records = [usage(f"a{n:05}", tenant="acme", finished_at=at + n / 1000) for n in range(NUMBER)]
-            await service.record(session, [*records, usage("g", tenant="globex", finished_at=at)])
-        await engine.dispose()
+    async def seed(session: AsyncSession) -> None:
+        await make_tenant(session, "acme")
+        at = datetime.now(UTC).replace(hour=0, minute=0, second=1).timestamp()
+        records = [usage(f"a{n:05}", tenant="acme", finished_at=at + n / 1000) for n in range(NUMBER)]
+        await service.record(session, [*records, usage("g", tenant="globex", finished_at=at)])
 
-    asyncio.run(seed())
-    with serving("control", settings) as (_, port):
-        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+    with pointed(settings, monkeypatch, seed, Role.VIEWER):
         yield
 
 

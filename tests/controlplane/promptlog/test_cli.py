@@ -9,35 +9,25 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.accounts import service as accounts
-from controlplane.accounts.schemas import Role
 from controlplane.cli import main
 from controlplane.db import create_engine, transaction
 from controlplane.promptlog import service
 from controlplane.settings import Settings
+from tests.controlplane.pointed import pointed
 from tests.controlplane.promptlog.test_service import entry
-from tests.controlplane.test_serve import serving
 from tests.factories.rows import make_tenant
-
-TOKEN = "operator-token-of-this-test"
 
 
 @pytest.fixture
 def acme(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     """A control plane with the tenant acme, and an environment that points at it as operator."""
 
-    async def seed() -> None:
-        engine = create_engine(settings, pooled=False)
-        async with transaction(engine) as session:
-            await accounts.ensure_api_token(session, "operator", TOKEN, Role.OPERATOR)
-            await make_tenant(session, "acme")
-        await engine.dispose()
+    async def seed(session: AsyncSession) -> None:
+        await make_tenant(session, "acme")
 
-    asyncio.run(seed())
-    with serving("control", settings) as (_, port):
-        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+    with pointed(settings, monkeypatch, seed):
         yield settings
 
 

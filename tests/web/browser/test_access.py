@@ -289,11 +289,13 @@ def test_no_tile_of_the_overview_is_left_alone_and_no_time_is_cut(
     page.goto("/?window=60")
     expect(page.locator("figure.trend canvas").first).to_be_visible()
     for tiles in (".stats > *", ".outcomes > *"):
-        boxes = page.locator(tiles).evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
-        inner = (
-            page.locator(tiles)
-            .locator("..")
-            .evaluate("list => list.getBoundingClientRect().right - parseFloat(getComputedStyle(list).paddingRight)")
+        boxes, inner = page.evaluate(
+            """tiles => {
+              const all = [...document.querySelectorAll(tiles)], list = all[0].parentElement;
+              const padding = parseFloat(getComputedStyle(list).paddingRight);
+              return [all.map(each => each.getBoundingClientRect().toJSON()), list.getBoundingClientRect().right - padding];
+            }""",
+            tiles,
         )
         for top in {round(box["top"]) for box in boxes}:
             assert max(box["right"] for box in boxes if round(box["top"]) == top) == pytest.approx(inner, abs=1), tiles
