@@ -76,8 +76,9 @@ def run_check(*, model: str, console: Console, error_console: Console, interrupt
         finally:
             display.rest()
             orderly = stack.stop(interrupts.raised)
+    if not orderly:
+        code = ExitCode.INTERRUPTED
     if code is ExitCode.OK:
-        held = held and orderly
         verdict = "every check held" if held else "not every check held"
         sign, style = ("✓", "green") if held else ("✗", "red")
         console.print(f"[bold {style}]{sign}[/] {verdict}, in {time.monotonic() - begin:.0f} s")

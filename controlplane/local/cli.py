@@ -31,7 +31,7 @@ Exit codes:
     9  a process did not become ready
    10  something that must be installed is not
    11  a file in the data folder is damaged
-  130  killed by a second Ctrl-C
+  130  killed by a Ctrl-C while it stopped, or a check cut short by one
 """
 
 

@@ -34,6 +34,7 @@ class ExitCode(enum.IntEnum):
     DAMAGED = 11
     """A file in the data folder is not what Tidegate wrote there."""
     INTERRUPTED = 130
+    """Killed by a Ctrl-C while it stopped, or a check cut short by one."""
 
 
 class LocalError(Exception):

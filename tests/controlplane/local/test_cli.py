@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from controlplane.local import binaries
 from controlplane.local.errors import ExitCode
+from controlplane.local.interrupts import TOGETHER_S
+from tests.controlplane.local.processes import carrying, wait_until
 
 
 def tidegate(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -76,6 +79,31 @@ def test_signals_at_once_are_one_request_for_an_orderly_stop(tmp_path: Path) -> 
     assert process.returncode == ExitCode.OK, said
     assert "PostgreSQL                stopping" in said
     assert "Aborted" not in said
+
+
+def test_a_second_ctrl_c_kills_what_takes_its_time(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with subprocess.Popen(
+        [sys.executable, "-m", "controlplane", "up", "--home", home, "--free-ports", "--no-replica"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any("Valkey" in line for line in process.stdout)
+            (valkey,) = (one for one in psutil.Process(process.pid).children() if "valkey" in one.name())
+            valkey.suspend()  # it hears no request to end
+            process.send_signal(signal.SIGINT)
+            assert any("stopping" in line for line in process.stdout)
+            time.sleep(1.1 * TOGETHER_S)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == ExitCode.INTERRUPTED, said
+    assert wait_until(lambda: not valkey.is_running()), "what did not end was left"
+    assert wait_until(lambda: not carrying(str(home))), carrying(str(home))
 
 
 @pytest.mark.parametrize("host", ["localhost", "not an address", "300.1.2.3", ""])
