@@ -82,25 +82,24 @@ def change_row(view: ChangeView) -> ChangeRow:
     before, after = _flat(view.before or {}), _flat(view.after or {})
     counts_money = str((view.after or view.before or {}).get("kind", "")).startswith("money")
     what = "made" if view.before is None else "removed" if view.after is None else "changed"
-    names = [name for name in {**after, **before} if name not in UNTOLD and before.get(name) != after.get(name)]
+    names = [name for name in {**after, **before} if name not in UNTOLD and _differ(before.get(name), after.get(name))]
     return ChangeRow(
         view=view,
         noun=NOUNS[view.object],
         what=what,
-        fields=[
-            field
-            for field in (_field(name, before.get(name), after.get(name), counts_money) for name in names)
-            if field[1] != field[2]
-        ],
+        fields=[_field(name, before.get(name), after.get(name), counts_money) for name in names],
         reversible=_reversible(view),
     )
 
 
 def _reversible(view: ChangeView) -> bool:
-    """Not a tenant that was made, nor the end of a price, which the price that ended it takes back."""
+    """Not a tenant that was made or removed, nor its prompt log, which its page turns on and off, nor the end of a
+    price, which the price that ended it takes back.
+    """
+    changed = view.before is not None and view.after is not None
     if view.object is PolicyObject.TENANTS:
-        return view.before is not None
-    return not (view.object is PolicyObject.PRICES and view.before is not None and view.after is not None)
+        return changed and (view.before or {}).get("prompt_log") == (view.after or {}).get("prompt_log")
+    return not (view.object is PolicyObject.PRICES and changed)
 
 
 def duration(seconds: float) -> str:
@@ -122,6 +121,14 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _differ(before: Any, after: Any) -> bool:
+    return before != after and not (_is_nothing(before) and _is_nothing(after))
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value in ("", [])
+
+
 def _field(name: str, before: Any, after: Any, counts_money: bool) -> tuple[str, str, str]:
     shown = _money if counts_money and name in MONEY else _text
     return name.replace("_", " "), shown(before), shown(after)
@@ -132,7 +139,7 @@ def _money(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None or value in ("", []):
+    if _is_nothing(value):
         return "—"
     text = _words(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

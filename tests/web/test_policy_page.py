@@ -97,8 +97,10 @@ async def test_each_field_of_a_prompt_log_is_told_on_its_own(operator: Deploymen
     for wanted in (PromptLogging(retention_days=7, templates=["EMP-####"]), PromptLogging(retention_days=3)):
         async with transaction(engine) as session:
             await set_prompt_logging(session, operator.tenant, wanted)
-        _, row = newest(await operator.client.get("/policy"))
+        page = await operator.client.get("/policy")
+        number, row = newest(page)
         assert "{" not in row
+        assert f"rollback-{number}" not in page.text
     assert "prompt log retention days: 7 → 3" in row
     assert "prompt log templates: EMP-#### → —" in row
     assert "redact" not in row
