@@ -75,6 +75,11 @@ def share(name: str, text: str) -> float | None:
     return None if per_cent is None else round(per_cent / 100, 9)
 
 
+def per_cent(share: float) -> str:
+    """A share of one as `share` reads it."""
+    return f"{share * 100:.9g}{'%' if share < 0.01 else ''}"
+
+
 def instant(name: str, text: str) -> datetime | None:
     """A date and time of a `datetime-local` field, in UTC; None for an empty field."""
     if not text.strip():

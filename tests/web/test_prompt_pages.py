@@ -52,6 +52,11 @@ async def test_an_operator_turns_it_on_and_off_again(deployed: Deployment) -> No
     assert (shown.redact, shown.templates) == ([Redaction.EMAILS], ["EMP-####", "X-##"])
     page = (await deployed.client.get(PAGE)).text
     assert "kept for 3 days, 50 % of requests, without emails, EMP-####, X-##" in page
+    assert (await send(deployed, PAGE, **{**form, "sample": "0.5 %"}))[0] == 303
+    page = (await deployed.client.get(PAGE)).text
+    shown_again = page.split('id="field-sample"')[1].split('value="')[1].split('"')[0]
+    assert (shown_again, "3 days, 0.5 % of requests" in page) == ("0.5%", True)
+    assert (await send(deployed, PAGE, **{**form, "sample": shown_again}))[0] == 303
     assert (await send(deployed, f"{PAGE}/off"))[0] == 303
     async with transaction(deployed.app.state.resources.engine) as session:
         assert not (await service.show(session, "globex")).log_prompts
