@@ -105,6 +105,7 @@ def export(
     path = f"/usage/export?{_query(since, until, tenant, format=file_format)}"
     if output is None:
         client.download(path, sys.stdout.buffer.write)
+        sys.stdout.buffer.flush()
         return
     unfinished = output.with_name(f"{output.name}.part")
     try:
@@ -115,7 +116,7 @@ def export(
         raise AdminApiError(f"cannot write {output}: {error.strerror}") from None
     finally:
         with contextlib.suppress(OSError):  # it is not there when all went well
-            unfinished.unlink(missing_ok=True)
+            unfinished.unlink()
 
 
 _USED = ("attempts", "uncached", "cached", "output", "KV block s", "device s")

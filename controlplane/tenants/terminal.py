@@ -1,7 +1,8 @@
 """What the commands on tenants, projects, principals and keys share: their client, their options, how they print.
 
-Layer: service. Prints tables, or JSON with --json; one sentence and exit code 1 (refused, unreachable) or 2 (wrong
-input) on failure. A pipe that its reader closed ends a command quietly, with 141 as a shell tells of SIGPIPE.
+Layer: service. Prints tables, or JSON with --json; one sentence and exit code 1 (refused, unreachable, output that
+cannot be written) or 2 (wrong input) on failure. A pipe that its reader closed ends a command quietly, with 141 as a
+shell tells of SIGPIPE.
 """
 
 from __future__ import annotations
@@ -58,10 +59,20 @@ def talks(command: Callable[..., None]) -> Callable[..., None]:
             click.echo(f"tidegate: {error.message}", err=True)
             sys.exit(2 if error.usage else 1)
         except BrokenPipeError:  # who reads has had enough, as `head` has
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_no_more()
             sys.exit(128 + signal.SIGPIPE)
+        except OSError as error:
+            _write_no_more()
+            click.echo(f"tidegate: {error.filename or 'standard output'}: {error.strerror}", err=True)
+            sys.exit(1)
 
     return run
+
+
+def _write_no_more() -> None:
+    """Nothing of what standard output has not taken is tried again at the end."""
+    with contextlib.suppress(OSError):  # it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_slug(slug: str) -> None:

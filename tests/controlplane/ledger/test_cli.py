@@ -80,6 +80,14 @@ def test_usage_is_summed_billed_and_exported(served: None, tmp_path: Path) -> No
         piped.stdout.close()  # as `head` does
         assert piped.stderr.read() == b""
         assert piped.wait(60) == 141
+    with subprocess.Popen([*command, "--tenant", "globex"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as piped:
+        assert piped.stdout and piped.stderr
+        piped.stdout.close()  # before the little there is
+        assert piped.stderr.read() == b""
+        assert piped.wait(60) == 141
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "tidegate: standard output: No space left on device\n")
 
     missing = tmp_path / "missing" / "usage.csv"
     for arguments, code, sentence in (
