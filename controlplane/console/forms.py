@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime
 
-from litestar import Response
-from litestar.response import Redirect
-
-from controlplane.console.pages import AnyRequest, wants_fragment
 from controlplane.errors import InvalidRequestError
 
 LONGEST_NUMBER = 26
@@ -94,10 +90,3 @@ def instant(name: str, text: str) -> datetime | None:
 def word(text: str) -> str | None:
     """A name; None for an empty field."""
     return text.strip() or None
-
-
-def go(request: AnyRequest, path: str) -> Response[str] | Redirect:
-    """After a change: htmx is told where to go, a plain form is redirected."""
-    if wants_fragment(request):
-        return Response("", headers={"hx-redirect": path})
-    return Redirect(path, status_code=303)

@@ -12,10 +12,12 @@ from typing import Any
 from uuid import uuid4
 
 from litestar import MediaType, Request, Response
+from litestar.datastructures import Cookie
 from markupsafe import Markup
 
 from controlplane.accounts.csrf import csrf_token
 from controlplane.accounts.schemas import Principal
+from controlplane.console.flash import Flash, take
 from controlplane.console.live import Broadcaster
 from controlplane.console.templates import Templates
 from controlplane.errors import TidegateError
@@ -72,11 +74,16 @@ class Console:
         user: Principal | None,
         section: str = "",
         status: int = 200,
+        flash: Flash | None = None,
         **context: Any,
     ) -> Response[str]:
-        """Render `templates` one after the other: one page, or a fragment with those swapped out of band."""
-        token = csrf_token(request)
-        body = Markup().join(
-            self.templates.render(name, user=user, section=section, csrf_token=token, **context) for name in templates
-        )
-        return Response(body, status_code=status, media_type=MediaType.HTML, headers={"vary": "HX-Request"})
+        """Render `templates` one after the other: one page, or a fragment with those swapped out of band. `flash` goes
+        with a fragment; a page that is visited shows what waits for it.
+        """
+        ended: list[Cookie] = []
+        if request.method == "GET" and not wants_fragment(request):
+            flash, ended = take(request)
+        common = {"user": user, "section": section, "csrf_token": csrf_token(request), "flash": flash, **context}
+        body = Markup().join(self.templates.render(name, **common) for name in templates)
+        headers = {"vary": "HX-Request"}
+        return Response(body, status_code=status, media_type=MediaType.HTML, headers=headers, cookies=ended)

@@ -15,8 +15,9 @@ from controlplane.accounts.schemas import Principal
 from controlplane.canaries import service
 from controlplane.canaries.schemas import CanaryState, CanaryView
 from controlplane.component import Resources
-from controlplane.console import forms
+from controlplane.console.confirmations import canaries_asked
 from controlplane.console.controllers.quotas import KINDS
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console
 
 ROWS = 100
@@ -53,7 +54,7 @@ async def canaries(
 @post("/canaries/run", include_in_schema=False, status_code=303)
 async def run_canaries(request: AnyRequest, session: NamedDependency[AsyncSession]) -> Response[str] | Redirect:
     await service.ask(session)
-    return forms.go(request, "/canaries")
+    return go(request, "/canaries", canaries_asked())
 
 
 def failing_first(items: Sequence[CanaryView], views: Sequence[CanaryView], *, first_page: bool) -> list[CanaryView]:

@@ -18,8 +18,9 @@ from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console import forms
-from controlplane.console.controllers.tenants import BODY_LIMIT, go, made_of, model_names
+from controlplane.console import confirmations, forms
+from controlplane.console.controllers.tenants import BODY_LIMIT, made_of, model_names
+from controlplane.console.flash import Flash, go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError
 from controlplane.fleet.service import served_models
@@ -96,7 +97,7 @@ async def change_tenant(
 ) -> Response[str] | Redirect:
     made = await made_of(_change_tenant(session, slug, data), data.values)
     if not isinstance(made, Form):
-        return go(request, f"/tenants/{slug}")
+        return go(request, f"/tenants/{slug}", made)
     context = await _tenant_context(session, slug, refused=made, data=data)
     return console.answer(request, "tenants/change.html", user=current_user, section="tenants", status=422, **context)
 
@@ -133,7 +134,7 @@ async def change_project(
 ) -> Response[str] | Redirect:
     made = await made_of(_change_project(session, slug, project, data), data.values)
     if not isinstance(made, Form):
-        return go(request, f"/tenants/{slug}/projects")
+        return go(request, f"/tenants/{slug}/projects", made)
     context = await _project_context(session, slug, project, refused=made, data=data)
     template = "tenants/project_change.html"
     return console.answer(request, template, user=current_user, section="tenants", status=422, **context)
@@ -142,16 +143,18 @@ async def change_project(
 PAGES: list[Any] = [tenant_form, change_tenant, project_form, change_project]
 
 
-async def _change_tenant(session: AsyncSession, slug: str, data: ChangeForm) -> TenantView:
+async def _change_tenant(session: AsyncSession, slug: str, data: ChangeForm) -> Flash:
     stored = await service.get_tenant(session, slug)
     changes = _changes(data, _tenant_values(stored), stored.metadata)
-    return await service.change_tenant(session, slug, TenantPatch(**changes))
+    changed = await service.change_tenant(session, slug, TenantPatch(**changes))
+    return confirmations.tenant_changed(changed, changes)
 
 
-async def _change_project(session: AsyncSession, slug: str, project: str, data: ChangeForm) -> ProjectView:
+async def _change_project(session: AsyncSession, slug: str, project: str, data: ChangeForm) -> Flash:
     stored = await projects.get_project(session, slug, project)
     changes = _changes(data, _project_values(stored), stored.metadata)
-    return await projects.change_project(session, slug, project, ProjectPatch(**changes))
+    changed = await projects.change_project(session, slug, project, ProjectPatch(**changes))
+    return confirmations.project_changed(changed, changes)
 
 
 async def _tenant_context(

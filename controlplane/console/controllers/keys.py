@@ -17,7 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
 from controlplane.component import Resources
+from controlplane.console.confirmations import key_revoked
 from controlplane.console.controllers.tenants import BODY_LIMIT, ROWS, made_of, model_names
+from controlplane.console.flash import go
 from controlplane.console.keys import GRACES, SCOPE_HELP, CreatedKeyText, created_key, key_row
 from controlplane.console.pages import AnyRequest, Console, Form, wants_fragment
 from controlplane.errors import InvalidRequestError, NotFoundError
@@ -119,12 +121,13 @@ async def revoke_key(
     slug: FromPath[str],
     key_id: FromPath[str],
 ) -> Response[str] | Redirect:
-    key = await _key_of(session, slug, key_id)
-    await service.revoke_key(session, key_id)
+    await _key_of(session, slug, key_id)
+    revoked = key_revoked(await service.revoke_key(session, key_id))
     if not wants_fragment(request):
-        return Redirect(f"/tenants/{slug}", status_code=303)
+        return go(request, f"/tenants/{slug}", revoked)
     context = await _detail(session, slug)
-    return console.answer(request, "tenants/_keys.html", "tenants/_revoked.html", user=current_user, key=key, **context)
+    templates = ("tenants/_keys.html", "components/_flash.html")
+    return console.answer(request, *templates, user=current_user, flash=revoked, **context)
 
 
 def _new_key(

@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
 from controlplane.component import Resources
-from controlplane.console import forms
+from controlplane.console.confirmations import rolled_back
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, sentence
 from controlplane.console.policy_rows import change_row, holder_row
 from controlplane.errors import ConflictError, InvalidRequestError
@@ -49,14 +50,14 @@ async def roll_back(
     change_id: FromPath[int],
 ) -> Response[str] | Redirect:
     try:
-        await service.roll_back(session, change_id)
+        made = await service.roll_back(session, change_id)
     except (ConflictError, InvalidRequestError) as error:
         context = await _context(session, resources, refused=(change_id, sentence(error.message)))
         status = 409 if isinstance(error, ConflictError) else 422
         return console.answer(
             request, "policy/page.html", user=current_user, section="policy", status=status, **context
         )
-    return forms.go(request, "/policy")
+    return go(request, "/policy", rolled_back(change_id, made))
 
 
 PAGES = [policy_page, roll_back]

@@ -15,7 +15,8 @@ from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console import forms
+from controlplane.console import confirmations, forms
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError
 from controlplane.quotas import price_service as service
@@ -57,20 +58,21 @@ async def set_price(
     data: URLEncodedBody[PriceForm],
 ) -> Response[str] | Redirect:
     try:
-        await service.set_price(session, _spec(data), by=current_user.name, idempotency_key=data.idempotency_key)
+        spec = _spec(data)
+        price = await service.set_price(session, spec, by=current_user.name, idempotency_key=data.idempotency_key)
     except (InvalidRequestError, ConflictError) as error:
         values = {name: str(value) for name, value in asdict(data).items() if name != "idempotency_key"}
         context = await _context(session, form=Form.refused(values, error))
         return console.answer(request, "quotas/prices.html", user=current_user, section="prices", status=422, **context)
-    return forms.go(request, "/prices")
+    return go(request, "/prices", confirmations.price_set(price, planned=spec.valid_from is not None))
 
 
 @post("/prices/{price_id:uuid}/take-back", include_in_schema=False, status_code=303)
 async def take_back(
     request: AnyRequest, session: NamedDependency[AsyncSession], price_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
-    await service.take_back(session, price_id)
-    return forms.go(request, "/prices")
+    price = await service.take_back(session, price_id)
+    return go(request, "/prices", confirmations.price_taken_back(price))
 
 
 PAGES = [prices, set_price, take_back]

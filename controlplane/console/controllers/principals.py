@@ -13,7 +13,9 @@ from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console.controllers.tenants import BODY_LIMIT, ROWS, go, made_of
+from controlplane.console import confirmations
+from controlplane.console.controllers.tenants import BODY_LIMIT, ROWS, made_of
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form, wants_fragment
 from controlplane.errors import InvalidRequestError
 from controlplane.fleet.service import served_models
@@ -61,7 +63,7 @@ async def create_principal(
 ) -> Response[str] | Redirect:
     made = await made_of(_create(session, slug, data), {"name": data.name, "email": data.email, "role": data.role})
     if not isinstance(made, Form):
-        return go(request, f"/tenants/{slug}/principals")
+        return go(request, f"/tenants/{slug}/principals", confirmations.principal_created(made))
     template = "tenants/_new_principal.html" if wants_fragment(request) else "tenants/principals.html"
     context = await _context(session, slug, form=made)
     return console.answer(request, template, user=current_user, section="tenants", status=422, **context)
@@ -69,26 +71,28 @@ async def create_principal(
 
 @post("/tenants/{slug:str}/principals/{principal_id:uuid}/role", include_in_schema=False, status_code=303)
 async def change_role(
+    request: AnyRequest,
     session: NamedDependency[AsyncSession],
     slug: FromPath[str],
     principal_id: FromPath[UUID],
     data: URLEncodedBody[RoleForm],
-) -> Redirect:
-    return await _change(session, slug, principal_id, PrincipalPatch(role=_role(data.role)))
+) -> Response[str] | Redirect:
+    changed = await principals.change_principal(session, slug, principal_id, PrincipalPatch(role=_role(data.role)))
+    return go(request, f"/tenants/{changed.tenant}/principals", confirmations.principal_role(changed))
 
 
 @post("/tenants/{slug:str}/principals/{principal_id:uuid}/activate", include_in_schema=False, status_code=303)
 async def activate_principal(
-    session: NamedDependency[AsyncSession], slug: FromPath[str], principal_id: FromPath[UUID]
-) -> Redirect:
-    return await _change(session, slug, principal_id, PrincipalPatch(active=True))
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str], principal_id: FromPath[UUID]
+) -> Response[str] | Redirect:
+    return await _set_active(request, session, slug, principal_id, True)
 
 
 @post("/tenants/{slug:str}/principals/{principal_id:uuid}/deactivate", include_in_schema=False, status_code=303)
 async def deactivate_principal(
-    session: NamedDependency[AsyncSession], slug: FromPath[str], principal_id: FromPath[UUID]
-) -> Redirect:
-    return await _change(session, slug, principal_id, PrincipalPatch(active=False))
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str], principal_id: FromPath[UUID]
+) -> Response[str] | Redirect:
+    return await _set_active(request, session, slug, principal_id, False)
 
 
 async def _create(session: AsyncSession, slug: str, data: PrincipalForm) -> PrincipalView:
@@ -104,9 +108,11 @@ async def _create(session: AsyncSession, slug: str, data: PrincipalForm) -> Prin
     )
 
 
-async def _change(session: AsyncSession, slug: str, principal_id: UUID, patch: PrincipalPatch) -> Redirect:
-    changed = await principals.change_principal(session, slug, principal_id, patch)
-    return Redirect(f"/tenants/{changed.tenant}/principals", status_code=303)
+async def _set_active(
+    request: AnyRequest, session: AsyncSession, slug: str, principal_id: UUID, active: bool
+) -> Response[str] | Redirect:
+    changed = await principals.change_principal(session, slug, principal_id, PrincipalPatch(active=active))
+    return go(request, f"/tenants/{changed.tenant}/principals", confirmations.principal_state(changed))
 
 
 def _role(text: str) -> PrincipalRole:

@@ -12,7 +12,9 @@ from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console.controllers.tenants import BODY_LIMIT, ROWS, go, made_of, model_names
+from controlplane.console import confirmations
+from controlplane.console.controllers.tenants import BODY_LIMIT, ROWS, made_of, model_names
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form, wants_fragment
 from controlplane.fleet.service import served_models
 from controlplane.tenants import projects, service
@@ -63,7 +65,7 @@ async def create_project(
         {"slug": data.slug, "name": data.name, "allowed_models": data.allowed_models},
     )
     if not isinstance(made, Form):
-        return go(request, f"/tenants/{slug}/projects")
+        return go(request, f"/tenants/{slug}/projects", confirmations.project_created(made))
     template = "tenants/_new_project.html" if wants_fragment(request) else "tenants/projects.html"
     context = await _context(session, slug, form=made)
     return console.answer(request, template, user=current_user, section="tenants", status=422, **context)
@@ -71,21 +73,23 @@ async def create_project(
 
 @post("/tenants/{slug:str}/projects/{project:str}/activate", include_in_schema=False, status_code=303)
 async def activate_project(
-    session: NamedDependency[AsyncSession], slug: FromPath[str], project: FromPath[str]
-) -> Redirect:
-    return await _set_active(session, slug, project, True)
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str], project: FromPath[str]
+) -> Response[str] | Redirect:
+    return await _set_active(request, session, slug, project, True)
 
 
 @post("/tenants/{slug:str}/projects/{project:str}/deactivate", include_in_schema=False, status_code=303)
 async def deactivate_project(
-    session: NamedDependency[AsyncSession], slug: FromPath[str], project: FromPath[str]
-) -> Redirect:
-    return await _set_active(session, slug, project, False)
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str], project: FromPath[str]
+) -> Response[str] | Redirect:
+    return await _set_active(request, session, slug, project, False)
 
 
-async def _set_active(session: AsyncSession, slug: str, project: str, active: bool) -> Redirect:
+async def _set_active(
+    request: AnyRequest, session: AsyncSession, slug: str, project: str, active: bool
+) -> Response[str] | Redirect:
     changed = await projects.change_project(session, slug, project, ProjectPatch(active=active))
-    return Redirect(f"/tenants/{changed.tenant}/projects", status_code=303)
+    return go(request, f"/tenants/{changed.tenant}/projects", confirmations.project_state(changed))
 
 
 async def _context(

@@ -15,7 +15,8 @@ from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console import forms
+from controlplane.console import confirmations, forms
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import InvalidRequestError
 from controlplane.promptlog import service
@@ -70,20 +71,20 @@ async def turn_on(
     data: URLEncodedBody[PromptLogForm],
 ) -> Response[str] | Redirect:
     try:
-        await service.turn_on(session, slug, _wish(data))
+        log = await service.turn_on(session, slug, _wish(data))
     except InvalidRequestError as error:
         form = Form.refused(msgspec.structs.asdict(data), error)
         context = await _context(session, slug, form=form)
         return console.answer(request, TEMPLATE, user=current_user, section="tenants", status=422, **context)
-    return forms.go(request, f"/tenants/{slug}/prompts")
+    return go(request, f"/tenants/{slug}/prompts", confirmations.prompt_log_on(log))
 
 
 @post("/tenants/{slug:str}/prompts/off", include_in_schema=False, status_code=303)
 async def turn_off(
     request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str]
 ) -> Response[str] | Redirect:
-    await service.turn_off(session, slug)
-    return forms.go(request, f"/tenants/{slug}/prompts")
+    log = await service.turn_off(session, slug)
+    return go(request, f"/tenants/{slug}/prompts", confirmations.prompt_log_off(log))
 
 
 @post("/tenants/{slug:str}/prompts/{entry_id:int}/read", include_in_schema=False, status_code=200)

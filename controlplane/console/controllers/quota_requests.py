@@ -18,7 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
 from controlplane.console import forms
+from controlplane.console.confirmations import request_decided
 from controlplane.console.controllers.quotas import BODY_LIMIT, KINDS
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError
 from controlplane.quotas import request_service, service
@@ -68,29 +70,28 @@ async def decide(
     data: URLEncodedBody[DecisionForm],
 ) -> Response[str] | Redirect:
     try:
-        await _decide(session, request_id, data, current_user.name)
+        decided = await _decide(session, request_id, data, current_user.name)
     except (InvalidRequestError, ConflictError) as error:
         form = Form.refused({name: str(value) for name, value in asdict(data).items()}, error)
         context = await _context(session, request_id, form)
         return console.answer(
             request, "quotas/request.html", user=current_user, section="quotas", status=422, **context
         )
-    return forms.go(request, f"/quota-requests/{request_id}")
+    return go(request, f"/quota-requests/{request_id}", request_decided(decided))
 
 
 PAGES = [waiting, quota_request, decide]
 
 
-async def _decide(session: AsyncSession, request_id: UUID, data: DecisionForm, by: str) -> None:
+async def _decide(session: AsyncSession, request_id: UUID, data: DecisionForm, by: str) -> QuotaRequestView:
     if data.decision == "decline":
-        await request_service.decline(session, request_id, by=by, note=data.note)
-        return
+        return await request_service.decline(session, request_id, by=by, note=data.note)
     if data.decision != "approve":
         raise InvalidRequestError("approve or decline it", param="decision")
     given = ApprovalSpec(
         amount=forms.required("amount", data.amount), until=forms.instant("until", data.until), note=data.note
     )
-    await request_service.approve(session, request_id, by=by, given=given)
+    return await request_service.approve(session, request_id, by=by, given=given)
 
 
 async def _context(session: AsyncSession, request_id: UUID, form: Form | None = None) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from controlplane.accounts.schemas import Principal
 from controlplane.canaries import service as canaries
 from controlplane.canaries.schemas import CanaryView
 from controlplane.component import Resources
-from controlplane.console import forms
+from controlplane.console import confirmations, forms
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.quotas import request_service, service
@@ -90,8 +91,8 @@ async def approve(
     current_user: NamedDependency[Principal],
     request_id: FromPath[UUID],
 ) -> Response[str] | Redirect:
-    await request_service.approve(session, request_id, by=current_user.name)
-    return forms.go(request, "/quotas")
+    decided = await request_service.approve(session, request_id, by=current_user.name)
+    return go(request, "/quotas", confirmations.request_decided(decided))
 
 
 @post("/quota-requests/{request_id:uuid}/decline", include_in_schema=False, status_code=303)
@@ -101,8 +102,8 @@ async def decline(
     current_user: NamedDependency[Principal],
     request_id: FromPath[UUID],
 ) -> Response[str] | Redirect:
-    await request_service.decline(session, request_id, by=current_user.name)
-    return forms.go(request, "/quotas")
+    decided = await request_service.decline(session, request_id, by=current_user.name)
+    return go(request, "/quotas", confirmations.request_decided(decided))
 
 
 @get("/tenants/{slug:str}/quotas", include_in_schema=False)
@@ -132,11 +133,11 @@ async def create_quota(
     data: URLEncodedBody[QuotaForm],
 ) -> Response[str] | Redirect:
     try:
-        await service.create_quota(session, slug, _spec(data), idempotency_key=data.idempotency_key)
+        quota = await service.create_quota(session, slug, _spec(data), idempotency_key=data.idempotency_key)
     except REFUSED as error:
         context = await _tenant_context(session, resources, slug, form=_refused(data, error))
         return console.answer(request, "quotas/tenant.html", user=current_user, section="quotas", status=422, **context)
-    return forms.go(request, f"/tenants/{slug}/quotas")
+    return go(request, f"/tenants/{slug}/quotas", confirmations.quota_set(quota))
 
 
 @get("/quotas/{quota_id:uuid}", include_in_schema=False)
@@ -166,11 +167,11 @@ async def change_quota(
     data: URLEncodedBody[QuotaForm],
 ) -> Response[str] | Redirect:
     try:
-        await service.change_quota(session, quota_id, _patch(data))
+        quota = await service.change_quota(session, quota_id, _patch(data))
     except REFUSED as error:
         context = await _quota_context(session, resources, quota_id, form=_refused(data, error))
         return console.answer(request, "quotas/detail.html", user=current_user, section="quotas", status=422, **context)
-    return forms.go(request, f"/quotas/{quota_id}")
+    return go(request, f"/quotas/{quota_id}", confirmations.quota_changed(quota))
 
 
 @post("/quotas/{quota_id:uuid}/delete", include_in_schema=False, status_code=303)
@@ -178,7 +179,7 @@ async def delete_quota(
     request: AnyRequest, session: NamedDependency[AsyncSession], quota_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
     gone = await service.delete_quota(session, quota_id)
-    return forms.go(request, f"/tenants/{gone.tenant}/quotas")
+    return go(request, f"/tenants/{gone.tenant}/quotas", confirmations.quota_removed(gone))
 
 
 @post("/quotas/{quota_id:uuid}/grants", include_in_schema=False, status_code=200, request_max_body_size=BODY_LIMIT)
@@ -194,19 +195,21 @@ async def create_grant(
 ) -> Response[str] | Redirect:
     try:
         spec = _grant(data)
-        await service.grant(session, quota_id, spec, by=current_user.name, idempotency_key=data.idempotency_key)
+        given = await service.grant(session, quota_id, spec, by=current_user.name, idempotency_key=data.idempotency_key)
     except REFUSED as error:
         context = await _quota_context(session, resources, quota_id, grant_form=_refused(data, error))
         return console.answer(request, "quotas/detail.html", user=current_user, section="quotas", status=422, **context)
-    return forms.go(request, f"/quotas/{quota_id}")
+    quota = await service.get_quota(session, quota_id)
+    return go(request, f"/quotas/{quota_id}", confirmations.raised(quota, given))
 
 
 @post("/quotas/{quota_id:uuid}/grants/{grant_id:uuid}/end", include_in_schema=False, status_code=303)
 async def end_grant(
     request: AnyRequest, session: NamedDependency[AsyncSession], quota_id: FromPath[UUID], grant_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
-    await service.end_grant(session, quota_id, grant_id)
-    return forms.go(request, f"/quotas/{quota_id}")
+    ended = await service.end_grant(session, quota_id, grant_id)
+    quota = await service.get_quota(session, quota_id)
+    return go(request, f"/quotas/{quota_id}", confirmations.raise_ended(quota, ended))
 
 
 PAGES = [

@@ -14,7 +14,8 @@ from msgspec.structs import asdict
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
-from controlplane.console import forms
+from controlplane.console import confirmations, forms
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form, sentence
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.slo import service
@@ -59,35 +60,35 @@ async def create_slo(
     data: URLEncodedBody[SloForm],
 ) -> Response[str] | Redirect:
     try:
-        await service.create_slo(session, _spec(data), idempotency_key=data.idempotency_key)
+        slo = await service.create_slo(session, _spec(data), idempotency_key=data.idempotency_key)
     except (InvalidRequestError, ConflictError, NotFoundError) as error:
         context = await _context(session, form=_refused(data, error))
         return console.answer(request, "quotas/slos.html", user=current_user, section="slos", status=422, **context)
-    return forms.go(request, "/slos")
+    return go(request, "/slos", confirmations.objectives_set(slo))
 
 
 @post("/slos/{slo_id:uuid}/enable", include_in_schema=False, status_code=303)
 async def enable(
     request: AnyRequest, session: NamedDependency[AsyncSession], slo_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
-    await service.change_slo(session, slo_id, SloPatch(enabled=True))
-    return forms.go(request, "/slos")
+    slo = await service.change_slo(session, slo_id, SloPatch(enabled=True))
+    return go(request, "/slos", confirmations.objectives_state(slo))
 
 
 @post("/slos/{slo_id:uuid}/disable", include_in_schema=False, status_code=303)
 async def disable(
     request: AnyRequest, session: NamedDependency[AsyncSession], slo_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
-    await service.change_slo(session, slo_id, SloPatch(enabled=False))
-    return forms.go(request, "/slos")
+    slo = await service.change_slo(session, slo_id, SloPatch(enabled=False))
+    return go(request, "/slos", confirmations.objectives_state(slo))
 
 
 @post("/slos/{slo_id:uuid}/delete", include_in_schema=False, status_code=303)
 async def delete_slo(
     request: AnyRequest, session: NamedDependency[AsyncSession], slo_id: FromPath[UUID]
 ) -> Response[str] | Redirect:
-    await service.delete_slo(session, slo_id)
-    return forms.go(request, "/slos")
+    gone = await service.delete_slo(session, slo_id)
+    return go(request, "/slos", confirmations.objectives_removed(gone))
 
 
 PAGES = [slos, create_slo, enable, disable, delete_slo]

@@ -14,6 +14,8 @@ from litestar.response import Redirect
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts.schemas import Principal
+from controlplane.console.confirmations import tenant_created, tenant_state
+from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form, wants_fragment
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError
 from controlplane.tenants import service
@@ -68,7 +70,7 @@ async def create_tenant(
         {"slug": data.slug, "name": data.name, "allowed_models": data.allowed_models},
     )
     if not isinstance(made, Form):
-        return go(request, f"/tenants/{made.slug}")
+        return go(request, f"/tenants/{made.slug}", tenant_created(made))
     if wants_fragment(request):
         return console.answer(request, "tenants/_create.html", user=current_user, status=422, form=made)
     page = await service.list_tenants(session, limit=ROWS)
@@ -85,15 +87,19 @@ async def create_tenant(
 
 
 @post("/tenants/{slug:str}/activate", include_in_schema=False, status_code=303)
-async def activate(session: NamedDependency[AsyncSession], slug: FromPath[str]) -> Redirect:
+async def activate(
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str]
+) -> Response[str] | Redirect:
     tenant = await service.set_tenant_active(session, slug, True)
-    return Redirect(f"/tenants/{tenant.slug}", status_code=303)
+    return go(request, f"/tenants/{tenant.slug}", tenant_state(tenant))
 
 
 @post("/tenants/{slug:str}/deactivate", include_in_schema=False, status_code=303)
-async def deactivate(session: NamedDependency[AsyncSession], slug: FromPath[str]) -> Redirect:
+async def deactivate(
+    request: AnyRequest, session: NamedDependency[AsyncSession], slug: FromPath[str]
+) -> Response[str] | Redirect:
     tenant = await service.set_tenant_active(session, slug, False)
-    return Redirect(f"/tenants/{tenant.slug}", status_code=303)
+    return go(request, f"/tenants/{tenant.slug}", tenant_state(tenant))
 
 
 async def made_of(creating: Awaitable[Made], typed: Mapping[str, str]) -> Made | Form:
@@ -111,10 +117,3 @@ async def made_of(creating: Awaitable[Made], typed: Mapping[str, str]) -> Made |
 def model_names(text: str) -> list[str] | None:
     """Model names separated by commas or white space; none means every model."""
     return re.split(r"[\s,]+", text.strip(" ,\t\r\n")) if text.strip(" ,\t\r\n") else None
-
-
-def go(request: AnyRequest, path: str) -> Response[str] | Redirect:
-    """After a change: htmx is told where to go, a plain form is redirected."""
-    if wants_fragment(request):
-        return Response("", headers={"hx-redirect": path})
-    return Redirect(path, status_code=303)

@@ -185,8 +185,15 @@ def open_page(chromium: Browser, site: Site) -> Iterator[OpenPage]:
             lambda message: complaints.append(f"{message.type}: {message.text}") if _complains(message.text) else None,
         )
 
-    def opened(*, viewport: dict[str, int] = DESKTOP, theme: str = "light", cookies: object = None) -> Page:
-        context = chromium.new_context(base_url=site.url, viewport=viewport, color_scheme=theme)  # type: ignore[arg-type]
+    def opened(
+        *, viewport: dict[str, int] = DESKTOP, theme: str = "light", cookies: object = None, scripts: bool = True
+    ) -> Page:
+        context = chromium.new_context(
+            base_url=site.url,
+            viewport=viewport,  # type: ignore[arg-type]
+            color_scheme=theme,  # type: ignore[arg-type]
+            java_script_enabled=scripts,
+        )
         if cookies is not None:
             context.add_cookies(cookies)  # type: ignore[arg-type]
         contexts.append(context)
