@@ -59,9 +59,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an ended request that a replica took: its usage when the engine told it, else the tokens that
-    were relayed, None when nobody can tell: nothing was said of an answer that arrived whole, or the client left one
-    that was not streamed.
+    """What is known of an ended request that a replica took: its usage when the engine told all of it, else the tokens
+    that were relayed or that the engine wrote by its own word, None when nobody can tell: nothing was said of an answer
+    that arrived whole, or the client left one that was not streamed.
     """
 
     usage_told: bool
