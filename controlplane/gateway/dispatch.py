@@ -75,11 +75,12 @@ class Dispatch:
         metrics.states = self.states
 
     def line(self, model: str) -> Line:
-        """The line of a model that is served."""
+        """The line of a model. Raises CapacityError (503) for one that nobody serves any more."""
         found = self._lines.get(model)
         if found is None:
             pool = self._fleet.pool(model)
-            assert pool is not None, "only what is served has a line"
+            if pool is None:
+                raise self._fleet.no_capacity(model)
             found = self._lines[model] = Line(
                 self._redis,
                 model,
@@ -91,8 +92,7 @@ class Dispatch:
                 wait_s=self._settings.queue_wait_s,
                 rng=self._rng,
             )
-            plan = self._plans.get(pool.name)
-            found.cost = plan.cost if plan is not None else None
+            self._follow(found)
             if self._closed is not None:
                 found.refuse_waiting(self._closed)
             found.open(_kept)
@@ -142,8 +142,9 @@ class Dispatch:
                     line.cost = plan.cost
 
     def fleet_changed(self) -> None:
-        """What replicas hold is to be summed anew."""
+        """What replicas hold is to be summed anew, and of the pools that serve a model another may be the first."""
         for line in self._lines.values():
+            self._follow(line)
             line.changed()
 
     def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
@@ -159,6 +160,13 @@ class Dispatch:
     async def close(self) -> None:
         for line in self._lines.values():
             await line.close()
+
+    def _follow(self, line: Line) -> None:
+        """Plans and objectives are pools': a line follows those of the first pool that serves its model."""
+        pool = self._fleet.pool(line.model)
+        if pool is not None:
+            plan = self._plans.get(pool.name)
+            line.pool, line.cost = pool.name, plan.cost if plan is not None else None
 
     def _weight(self, pool: str, grant: KeyGrant) -> float:
         """As planned, while planning goes on; else the tenant's own."""
