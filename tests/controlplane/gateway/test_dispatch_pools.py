@@ -14,7 +14,7 @@ from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
 from controlplane.gateway.body import read_inference_body
 from controlplane.gateway.wishes import read_wish
 from controlplane.settings import Settings
-from tests.controlplane.gateway.harness import CHAT, Running, route, running_gateway
+from tests.controlplane.gateway.harness import CHAT, Running, fleet, route, running_gateway
 from tests.controlplane.gateway.replicas import fake_replica
 from tests.controlplane.gateway.test_dispatch import Doors, ask, doors, drained, in_line, roomy, small, until, waiting
 
@@ -72,3 +72,25 @@ async def test_a_model_that_leaves_while_its_lease_is_taken_is_no_fault_of_the_g
         with pytest.raises(CapacityError) as refused:
             await served.gateway.dispatch.admit(grant, read_wish({}, 0), body)
         assert refused.value.code == "no_capacity"
+
+
+async def test_the_line_of_a_model_that_nobody_serves_any_more_ends_once_nobody_is_in_it(small: Settings) -> None:
+    def works() -> set[str]:
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        return names & {"gateway turns of m", "gateway pokes of m"}
+
+    async with doors(small) as (served, room, replica):
+        dispatch, gone = served.gateway.dispatch, FleetView(epoch=2, pools=[], replicas=[])
+        tasks = await in_line(served, room, [])
+        learns(served, gone)
+        assert len(dispatch.states()) == 1, "somebody runs"
+        await drained(room, tasks)
+        assert len(works()) == 2
+        learns(served, gone)
+        assert dispatch.states() == []
+        await until(lambda: not works())
+        learns(served, fleet(route(replica, "r0")))
+        tasks = [asyncio.create_task(ask(served, "again"))]
+        await until(lambda: room.names == ["first", "again"])
+        room.open(1)
+        assert (await tasks[0])[0] == 200
