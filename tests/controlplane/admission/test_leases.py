@@ -225,7 +225,7 @@ async def test_an_id_is_used_up_by_its_settlement(world: World) -> None:
 
 async def test_f12_an_acquire_that_arrives_after_its_own_release_takes_nothing(world: World) -> None:
     limits = [limit(RPM, 5), limit(CONCURRENT, 1)]
-    wanted = world.leases._wanted(TENANT, "crossed", world.charges(limits, Use()), None)
+    wanted = world.leases._takings.wanted(TENANT, "crossed", world.charges(limits, Use()), 60.0)
     await world.leases.release(wanted)
     assert await world.acquire(limits, Use(), "crossed") == Ended(why=Ending.SETTLED)
     assert await world.used(*limits) == [0, 0]

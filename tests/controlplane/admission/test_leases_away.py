@@ -99,7 +99,7 @@ async def ask(leases: Leases, limits: list[Limit], lease_id: str, use: Use | Non
 async def heal(leases: Leases) -> None:
     """Go on until the store answers again, and what it was not told is told."""
     async with asyncio.timeout(60):
-        while leases.is_away or leases.deferred or leases._tasks:
+        while leases.is_away or leases.deferred or leases._errands:
             await leases.beat()
             await asyncio.sleep(0.02)
 

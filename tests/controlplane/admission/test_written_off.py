@@ -152,7 +152,7 @@ async def test_f14_an_ending_told_after_the_writing_off_counts_once(world: World
         await world.advance(5)
         ended = world.now
     late = world.gateway(wall=lambda: ended)
-    late._holder = world.leases._holder
+    late._endings._holder = world.leases._endings._holder
     assert await late.settle(mine.lease, used(60)) == Settled(late=True)
     assert await world.leases.correct(TENANT, counter, 160 if before else 100) is True
     assert await month(world) == 160
