@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from redis.asyncio import Redis
 
 from controlplane.admission import leases
 from controlplane.admission.answers import Reserved
@@ -12,11 +11,6 @@ from controlplane.quotas.schemas import Limit
 from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, TENANT, TPM, World, limit
 
 LIMITS = [limit(DAILY, 1000), limit(TPM, 500), limit(CONCURRENT, 5)]
-
-
-@pytest.fixture
-async def world(redis: Redis) -> World:
-    return await World(redis).start()
 
 
 async def held(world: World, *limits: Limit) -> list[int | None]:
