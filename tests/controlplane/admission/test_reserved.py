@@ -54,6 +54,16 @@ async def test_units_that_have_left_their_window_are_not_held_in_this_one(world:
     assert await held(world, *LIMITS) == [0, 0, 1]
 
 
+async def test_f12_what_ended_after_the_store_was_lost_is_not_counted_as_live(world: World) -> None:
+    """Many of them must not make a tenant's reservations untold."""
+    granted = await world.granted([LIMITS[1]], Use(input=10))
+    await world.redis.flushdb()
+    await world.advance(1)
+    await world.leases.settle(granted.lease, Use(input=10))
+    assert await world.leases.reserved(TENANT) == Reserved(leases=0, units={})
+    assert await world.used(LIMITS[1]) == [10]
+
+
 async def test_too_many_to_sum_is_said_and_never_a_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "MOST_SUMMED", 2)
     for _ in range(3):
