@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import takewhile
 
 logger = logging.getLogger("tidegate.controlplane")
 
@@ -48,14 +49,15 @@ class Alarms:
     def _ring(self) -> None:
         assert self._loop is not None
         now = self._loop.time()
-        while self._set:
-            number, (due, ring) = next(iter(self._set.items()))
-            if due > now:
-                self._loop.call_at(due, self._ring)
-                return
-            del self._set[number]
+        for number in [number for number, _ in takewhile(lambda one: one[1][0] <= now, self._set.items())]:
+            alarm = self._set.pop(number, None)
+            if alarm is None:
+                continue  # one that rang before has dropped it
             try:
-                ring()
+                alarm[1]()
             except Exception:
                 logger.exception("An alarm failed")
-        self._is_awake = False
+        self._is_awake = bool(self._set)
+        if self._is_awake:
+            due, _ = next(iter(self._set.values()))
+            self._loop.call_at(due, self._ring)

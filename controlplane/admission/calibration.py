@@ -43,7 +43,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """A pool's ratios for one tenant, for prompts of which most is computed and of which most is cached."""
 
-    pool: str
+    model: str
     computed: Ratio = Ratio()
     cached: Ratio = Ratio()
 
@@ -56,14 +56,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 class Calibrator:
     """One pool's, at one gateway. Memory is bounded by MOST_TENANTS × REMEMBERED."""
 
-    def __init__(self, pool: str) -> None:
-        self._pool = pool
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._computed, self._cached = _Ratios(), _Ratios()
 
     def of(self, tenant: str, now: float) -> Calibration:
         """What `tenant`'s requests are predicted with at `now`, in seconds of a clock that never goes back."""
         return Calibration(
-            pool=self._pool, computed=self._computed.of(tenant, now), cached=self._cached.of(tenant, now)
+            model=self._model, computed=self._computed.of(tenant, now), cached=self._cached.of(tenant, now)
         )
 
     def observed(

@@ -52,19 +52,19 @@ class QueueFullError(Exception):
     """The pool's queue takes no more requests."""
 
 
-def keys_of(pool: str) -> list[str]:
-    """The pool's keys, all in one slot of a cluster."""
-    base = f"{PREFIX}{{{pool}}}"
+def keys_of(model: str) -> list[str]:
+    """The keys of the queue for `model`, all in one slot of a cluster."""
+    base = f"{PREFIX}{{{model}}}"
     return [base + part for part in _PARTS] + [f"{base}:backlog:{line}" for line in range(LINES)]
 
 
 class TurnScript:
-    """`turn` of one pool's queue inside Redis. Raises RedisError or TimeoutError when Redis does not answer in time."""
+    """`turn` of a model's queue inside Redis. Raises RedisError or TimeoutError when Redis does not answer in time."""
 
-    def __init__(self, redis: Redis, pool: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, redis: Redis, model: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         source = files("controlplane.admission").joinpath("lua_dispatch/turn.lua").read_text("utf-8")
         self._script = redis.register_script(source)
-        self._keys = keys_of(pool)
+        self._keys = keys_of(model)
         self._slices = slices_of(timeout_s)
 
     async def turn(self, message: Turn) -> TurnAnswer:
@@ -115,14 +115,15 @@ class _Room:
 
 
 class FairQueue:
-    """One pool's queue, as this gateway uses it. `run` and `listen` are to be kept running; both end only by
-    cancellation. `rules` is asked for what the pool holds now, and `wake` is for when that has grown.
+    """The queue for the replicas of one model, whichever pools they are of, as this gateway uses it. `run` and `listen`
+    are to be kept running; both end only by cancellation. `rules` is asked for what the replicas hold now, and `wake`
+    is for when that has grown.
     """
 
     def __init__(
         self,
         redis: Redis,
-        pool: str,
+        model: str,
         gateway: str,
         rules: Callable[[], Rules],
         *,
@@ -131,8 +132,8 @@ class FairQueue:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._redis = redis
-        self._channel = f"{keys_of(pool)[0]}:{gateway}"
-        self._script = TurnScript(redis, pool, timeout_s)
+        self._channel = f"{keys_of(model)[0]}:{gateway}"
+        self._script = TurnScript(redis, model, timeout_s)
         self._rules = rules
         self._clock = clock
         self._dispatcher = Dispatcher(gateway, charges or TokenCharges())

@@ -1,4 +1,4 @@
-"""Who waits for a pool, as its shared queue in Redis says.
+"""Who waits for a model, as its shared queue in Redis says.
 
 Layer: service. Reads a bounded part, changes nothing. Raises RedisError or TimeoutError when Redis does not answer.
 """
@@ -16,8 +16,8 @@ MOST_TENANTS = 1_000
 
 
 class LineState(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's queue: tenants that wait by band (both lanes together), each tenant's virtual service (charged tokens
-    divided by weight) in the line where it has most, and what is taken of the pool.
+    """A model's queue: tenants that wait by band (both lanes together), each tenant's virtual service (charged tokens
+    divided by weight) in the line where it has most, and what is taken of its replicas.
     """
 
     waiting: dict[Band, frozenset[str]]
@@ -33,9 +33,9 @@ class LineState(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset().union(*self.waiting.values())
 
 
-async def read_line(redis: Redis, pool: str) -> LineState:
-    """The state of `pool`'s queue; an empty one where nobody ever asked."""
-    keys = keys_of(pool)
+async def read_line(redis: Redis, model: str) -> LineState:
+    """The state of `model`'s queue; an empty one where nobody ever asked."""
+    keys = keys_of(model)
     meta_key, served_key, requests_key, gateways_key = keys[:4]
     pipeline = redis.pipeline(transaction=False)
     pipeline.hgetall(meta_key)

@@ -48,9 +48,9 @@ async def plan_pools(session: AsyncSession, redis: Redis, now: float) -> list[Sh
     for pool in await fleet.list_pools(session):
         lines.setdefault(pool.model, []).append(pool.name)
     planned = []
-    for pools in lines.values():
+    for model, pools in lines.items():
         told = _together([wanted.get(name, _NOTHING) for name in pools])
-        waiting = await _waiting(redis, pools[0])
+        waiting = await _waiting(redis, model)
         busiest = sorted({*told.served, *waiting}, key=lambda tenant: (-told.served.get(tenant, 0.0), tenant))
         claims = await claims_of(session, busiest[:MOST_TENANTS])
         plan = await _plan(
@@ -126,10 +126,10 @@ def _together(parts: list[PoolDemand]) -> PoolDemand:
     )
 
 
-async def _waiting(redis: Redis, pool: str) -> frozenset[str]:
-    """Tenants that wait for the pool; none while Redis cannot tell."""
+async def _waiting(redis: Redis, model: str) -> frozenset[str]:
+    """Tenants that wait for the model; none while Redis cannot tell."""
     try:
-        return (await read_line(redis, pool)).tenants
+        return (await read_line(redis, model)).tenants
     except (RedisError, TimeoutError, OSError) as error:
-        log.warning("who waits for pool %s cannot be told (%s)", pool, type(error).__name__)
+        log.warning("who waits for model %s cannot be told (%s)", model, type(error).__name__)
         return frozenset()

@@ -193,7 +193,7 @@ def predict(
         value=modelled.total * ratio.value,
         unit="s",
         kind=EvidenceKind.CALIBRATED,
-        source=f"step model {cost.source} (n={cost.n}); calibration of pool {calibration.pool}: "
+        source=f"step model {cost.source} (n={cost.n}); calibration of model {calibration.model}: "
         f"×{ratio.value:.3g} (n={ratio.n})",
         n=ratio.n,
         error=math.expm1(ratio.deviation),

@@ -60,7 +60,7 @@ async def standings(session: AsyncSession, redis: Redis, now: float) -> list[Sta
     firsts = {pool.model: pool for pool in reversed(await fleet.list_pools(session))}
     found = []
     for pool in sorted(firsts.values(), key=lambda each: each.name):
-        line = await _line(redis, pool.name)
+        line = await _line(redis, pool.model)
         row = plans.get(pool.name)
         plan = _read(row.plan) if row is not None else None
         told = served[pool.name].served if pool.name in served else {}
@@ -106,8 +106,8 @@ def _shares(plan: SharePlan | None, told: dict[str, float], waiting: frozenset[s
     )
 
 
-async def _line(redis: Redis, pool: str) -> LineState | None:
+async def _line(redis: Redis, model: str) -> LineState | None:
     try:
-        return await read_line(redis, pool)
+        return await read_line(redis, model)
     except (RedisError, TimeoutError, OSError):
         return None

@@ -25,8 +25,8 @@ CORRECTED_EVERY_S = 15.0
 on its way."""
 MOST_DOUBTED = 1_000
 LONGEST_S = 10.0
-"""Longest that a request waits for counters to be hydrated; the caller's own bound on a sum is shorter, and does not
-hold where a sum cannot even be given up.
+"""Longest that a request waits for counters to be hydrated, and that a sum behind the requests' backs may take; the
+caller's own bound on a sum is shorter, and does not hold where a sum cannot even be given up.
 """
 
 Later = Callable[..., object]
@@ -118,7 +118,8 @@ class Warmer:
     async def _sum_and_correct(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
         span = ColdCounter(charge=counter.charge, start=counter.start, stop=counter.since)
         try:
-            used, complete_until = await sum_ledger(span)
+            async with asyncio.timeout(LONGEST_S):
+                used, complete_until = await sum_ledger(span)
             if complete_until >= counter.since:
                 await self._leases.correct(tenant_id, counter, used)
                 self._correct_at.pop((counter.charge.key, counter.start), None)

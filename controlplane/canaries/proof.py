@@ -16,7 +16,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from controlplane.admission.charges import COUNTERS, SIZES, Counter, Use
+from controlplane.admission.charges import COUNTERS, MONEY, SIZES, Counter, Use
 from controlplane.canaries.ground import Ground, NoGroundError
 from controlplane.canaries.probe import PROMPTS, Ask, Probe, body_of
 from controlplane.canaries.schemas import Cell, Proof, Verdict
@@ -36,7 +36,6 @@ STREAMED = (16, 64, 256)
 """Tokens of a stream that is to be still running when the next request is refused."""
 ROOMY = 10**12
 LIMITS = frozenset(exceeded(kind) for kind in QuotaKind)
-MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 
 
 class FailedProofError(Exception):

@@ -94,18 +94,21 @@ async def finish(session: AsyncSession, run: Run) -> bool:
     return True
 
 
+_KEEP = text(
+    """
+INSERT INTO canaries (gateway, endpoint, level, kind)
+SELECT u.* FROM unnest(CAST(:gateway AS text[]), CAST(:endpoint AS text[]), CAST(:level AS text[]),
+  CAST(:kind AS text[])) AS u(gateway, endpoint, level, kind)
+ON CONFLICT DO NOTHING
+"""
+)
+"""One array a column, for a statement takes no more than 32,767 arguments."""
+
+
 async def keep_cells(session: AsyncSession, cells: Sequence[Cell]) -> None:
     """Make the canaries of `cells`, in their order, and forget those of other gateways or endpoints."""
-    await session.execute(
-        insert(Canary)
-        .values(
-            [
-                {"gateway": cell.gateway, "endpoint": cell.endpoint, "level": cell.level, "kind": cell.kind}
-                for cell in cells
-            ]
-        )
-        .on_conflict_do_nothing()
-    )
+    columns = ("gateway", "endpoint", "level", "kind")
+    await session.execute(_KEEP, {name: [str(getattr(cell, name)) for cell in cells] for name in columns})
     await session.execute(
         delete(Canary).where(
             Canary.gateway.not_in({cell.gateway for cell in cells})

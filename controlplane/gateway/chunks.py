@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+MAX_TOKENS = 1 << 31
+"""No request has more."""
+
 
 class PromptTokensDetails(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
@@ -72,6 +75,14 @@ class ErrorBody(msgspec.Struct, gc=False):
 
 
 Shape = TypeVar("Shape")
+
+
+def usable(count: int | None) -> int | None:
+    """A backend's count of tokens; None when it is none or cannot be one: one bad number must not spoil every later
+    sum (F22).
+    """
+    return count if count is not None and 0 <= count <= MAX_TOKENS else None
+
 
 _CHUNK = msgspec.json.Decoder(Chunk)
 _ERROR = msgspec.json.Decoder(ErrorBody)

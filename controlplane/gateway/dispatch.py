@@ -6,6 +6,7 @@ a replica, nor hold up a request that nothing stands before.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import secrets
@@ -67,6 +68,7 @@ class Dispatch:
         self._gateway = f"{settings.gateway_id}:{secrets.token_hex(4)}"
         """This boot: what an earlier one held is forgotten under its own name."""
         self._lines: dict[str, Line] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._plans: dict[str, SharePlan] = {}
         self._weights: dict[str, dict[str, float]] = {}
         self._slos: tuple[Slo, ...] = ()
@@ -75,11 +77,12 @@ class Dispatch:
         metrics.states = self.states
 
     def line(self, model: str) -> Line:
-        """The line of a model that is served."""
+        """The line of a model. Raises CapacityError (503) for one that nobody serves any more."""
         found = self._lines.get(model)
         if found is None:
             pool = self._fleet.pool(model)
-            assert pool is not None, "only what is served has a line"
+            if pool is None:
+                raise self._fleet.no_capacity(model)
             found = self._lines[model] = Line(
                 self._redis,
                 model,
@@ -91,8 +94,7 @@ class Dispatch:
                 wait_s=self._settings.queue_wait_s,
                 rng=self._rng,
             )
-            plan = self._plans.get(pool.name)
-            found.cost = plan.cost if plan is not None else None
+            self._follow(found)
             if self._closed is not None:
                 found.refuse_waiting(self._closed)
             found.open(_kept)
@@ -142,9 +144,14 @@ class Dispatch:
                     line.cost = plan.cost
 
     def fleet_changed(self) -> None:
-        """What replicas hold is to be summed anew."""
-        for line in self._lines.values():
+        """What replicas hold is to be summed anew, of the pools that serve a model another may be the first, and a line
+        of a model that nobody serves any more ends once nobody is in it.
+        """
+        for line in list(self._lines.values()):
+            self._follow(line)
             line.changed()
+            if line.idle and self._fleet.pool(line.model) is None:
+                self._end(line)
 
     def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
         """The gateway is shutting down: nobody waits any longer, but is told `error`."""
@@ -159,6 +166,20 @@ class Dispatch:
     async def close(self) -> None:
         for line in self._lines.values():
             await line.close()
+        await asyncio.gather(*self._closing)
+
+    def _end(self, line: Line) -> None:
+        del self._lines[line.model]
+        closing = asyncio.create_task(line.close(), name=f"close the line of {line.model}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def _follow(self, line: Line) -> None:
+        """Plans and objectives are pools': a line follows those of the first pool that serves its model."""
+        pool = self._fleet.pool(line.model)
+        if pool is not None:
+            plan = self._plans.get(pool.name)
+            line.pool, line.cost = pool.name, plan.cost if plan is not None else None
 
     def _weight(self, pool: str, grant: KeyGrant) -> float:
         """As planned, while planning goes on; else the tenant's own."""

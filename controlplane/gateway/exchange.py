@@ -211,10 +211,10 @@ class Exchange:
             return NOTHING
         if self._work is _Work.REFUSED or self._relay is None:
             return Use(requests=1)
-        reading = self._relay.reading
         # Of an answer that was not streamed only the engine knows how much there was when its client left.
         unseen = not record.stream and record.outcome in {Outcome.FINISHED, None}
-        counted = Counted(usage_told=reading.usage is not None, relayed=None if unseen else reading.times.counted)
+        relayed = max(self._relay.reading.times.counted, record.output_tokens)
+        counted = Counted(usage_told=record.usage_told, relayed=None if unseen and not relayed else relayed)
         bound = (0, 0) if counted.usage_told else gateway.meter.bound(held, request)
         gateway.usage.write(usage_record(record, counted, bound, time.time()))
         return gateway.meter.used(held, record, counted)

@@ -59,9 +59,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an ended request that a replica took: its usage when the engine told it, else the tokens that
-    were relayed, None when nobody can tell: nothing was said of an answer that arrived whole, or the client left one
-    that was not streamed.
+    """What is known of an ended request that a replica took: its usage when the engine told all of it, else the tokens
+    that were relayed or that the engine wrote by its own word, None when nobody can tell: nothing was said of an answer
+    that arrived whole, or the client left one that was not streamed.
     """
 
     usage_told: bool
@@ -85,15 +85,15 @@ class _Estimate(msgspec.Struct, frozen=True, kw_only=True):
     least_input: int
     counted: bool
 
-    def hides(self, limits: RequestLimits) -> bool:
-        """Whether the bound alone cannot tell if a prompt is longer than one may be."""
+    def hides(self, limits: RequestLimits, now: float) -> bool:
+        """Whether the bound alone cannot tell if a prompt is longer than one may be at `now`, Unix seconds."""
         if self.counted or not limits.sizes:
             return False
         amounts = [
             amount
             for limit in limits.sizes
             if limit.kind is QuotaKind.MAX_PROMPT_TOKENS
-            for amount in (limit.soft, limit.hard)
+            for amount in effective(limit, now)
             if amount is not None
         ]
         return any(self.least_input <= amount < self.worst.input for amount in amounts)
@@ -143,7 +143,7 @@ class Meter:
             least_input=request.size.least_input,
             counted=request.size.exact,
         )
-        if estimate.hides(limits):
+        if estimate.hides(limits, self._wall()):
             estimate = await self._counted(request, limits, tenant, estimate, count)
         taken = await self._try(grant, request, limits, tenant, estimate)
         if isinstance(taken, _Blocked) and taken.amends and not estimate.counted:

@@ -17,7 +17,7 @@ from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from controlplane.admission.charges import COUNTERS, DAILY, Counter
+from controlplane.admission.charges import COUNTERS, DAILY, MONEY, Counter
 from controlplane.db import transaction
 from controlplane.errors import InvalidRequestError, TidegateError
 from controlplane.gateway.errors import capacity
@@ -44,7 +44,6 @@ MINUTES_BACK_S = 300.0
 DAY_BACK_S = 3600.0
 MONTH_BACK = timedelta(days=2)
 """How far back a rate looks, by what the limit counts; a month's from a midnight (UTC), so that daily sums tell it."""
-MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 
 _UNITS: dict[QuotaKind, Callable[[UsageSum], int]] = {
     QuotaKind.REQUESTS_PER_MINUTE: lambda used: used.attempts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from controlplane.gateway.chunks import Choice, Chunk, ErrorDetail, Usage, read_chunk, read_error
+from controlplane.gateway.chunks import Choice, Chunk, ErrorDetail, Usage, read_chunk, read_error, usable
 from controlplane.gateway.sse import Event
 from controlplane.gateway.timings import StreamTimes
 
@@ -102,8 +102,8 @@ class ResponseReading:
 
     def settle(self) -> None:
         """The stream is over: bring token times into line with the engine's own count."""
-        if self.usage is not None and (self.usage.completion_tokens or 0) > 0:
-            self.times.settle(self.usage.completion_tokens or 0)
+        if self.usage is not None and (tokens := usable(self.usage.completion_tokens)):
+            self.times.settle(tokens)
 
     def _read_choice(self, choice: Choice, now: float) -> tuple[int, bool]:
         """Tokens the chunk carries for this choice, and whether the client shows any of it."""

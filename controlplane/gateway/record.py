@@ -10,12 +10,10 @@ import enum
 from dataclasses import dataclass
 
 from controlplane.errors import TidegateError
-from controlplane.gateway.chunks import Usage
+from controlplane.gateway.chunks import Usage, usable
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import HEADER_REASON, Histogram
 
-MAX_TOKENS = 1 << 31
-"""No request has more."""
 MAX_MESSAGE = 200
 """Characters kept of what a refused client was told."""
 
@@ -65,6 +63,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    usage_told: bool = False
+    """The engine has counted both prompt and output; what it did not is 0 above."""
 
     @property
     def tenant(self) -> str:
@@ -92,11 +92,7 @@ class RequestRecord:
     def take_usage(self, usage: Usage | None) -> None:
         """The engine's own token counts."""
         if usage is not None:
-            self.prompt_tokens = _count(usage.prompt_tokens)
-            self.cached_tokens = min(_count(usage.cached_tokens), self.prompt_tokens)
-            self.output_tokens = _count(usage.completion_tokens)
-
-
-def _count(value: int | None) -> int:
-    """A backend's count, or 0 when it cannot be one: one bad number must not spoil every later sum (F22)."""
-    return value if value is not None and 0 <= value <= MAX_TOKENS else 0
+            prompt, output = usable(usage.prompt_tokens), usable(usage.completion_tokens)
+            self.usage_told = prompt is not None and output is not None
+            self.prompt_tokens, self.output_tokens = prompt or 0, output or 0
+            self.cached_tokens = min(usable(usage.cached_tokens) or 0, self.prompt_tokens)

@@ -103,7 +103,9 @@ class Turn:
 
 
 class Line:
-    """One model's. `limits` bound it, `wait_s` is the longest that a request stands in it. `open` starts its work."""
+    """One model's, which all gateways share by its name; `pool` is the one whose plans and objectives hold. `limits`
+    bound it, `wait_s` is the longest that a request stands in it. `open` starts its work.
+    """
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Line:
         self.model = model
         self.pool = pool
         self.pace = Pace(model)
-        self.queue = FairQueue(redis, pool, gateway, self.rules)
+        self.queue = FairQueue(redis, model, gateway, self.rules)
         self.cost: StepCost | None = None
         """The pool's published step model."""
         self._weights: dict[str, float] = {}
@@ -131,7 +133,7 @@ class Line:
         self._limits = limits
         self._wait_s = wait_s
         self._rng = rng
-        self._calibrator = Calibrator(pool)
+        self._calibrator = Calibrator(model)
         self._seen_at = time.monotonic()
         self._promised_until = 0.0
         self._queued: dict[str, Queued] = {}
@@ -151,8 +153,8 @@ class Line:
         self._work = [
             asyncio.create_task(kept(name, run), name=f"gateway {name}")
             for name, run in (
-                (f"turns of {self.pool}", self.queue.run()),
-                (f"pokes of {self.pool}", self.queue.listen()),
+                (f"turns of {self.model}", self.queue.run()),
+                (f"pokes of {self.model}", self.queue.listen()),
             )
         ]
 

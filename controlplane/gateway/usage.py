@@ -128,9 +128,10 @@ class UsageLog:
 def usage_record(record: RequestRecord, counted: Counted, bound: tuple[int, int], now: float) -> UsageRecord:
     """What a request that a replica took used, as far as its gateway knows.
 
-    ENGINE: the answer said so. COUNTED: the output is what was relayed, at least one token a chunk. ESTIMATED: the
-    answer arrived whole and said nothing, so the output is what was asked for. Where the engine did not say, the prompt
-    is `bound`'s: (prompt, output) tokens, what a lease is taken for.
+    ENGINE: the answer said so, of prompt and output. COUNTED: the output is what was relayed, at least one token a
+    chunk, or what the engine said of it alone. ESTIMATED: the answer arrived whole and said nothing, so the output is
+    what was asked for. Where the engine did not say, the prompt is `bound`'s: (prompt, output) tokens, what a lease is
+    taken for.
     """
     read, written = bound
     if counted.usage_told:

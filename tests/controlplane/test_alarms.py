@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from controlplane.alarms import Alarms
 
@@ -78,3 +79,29 @@ async def test_one_that_fails_silences_no_other() -> None:
     alarms.set(fail)
     alarms.set(done.set)
     await done.wait()
+
+
+async def test_however_many_ring_together_it_takes_about_as_long_as_to_set_them() -> None:
+    setting, ringing = [], []
+    for _ in range(5):
+        alarms, done = Alarms(0.0), asyncio.Event()
+        began = time.perf_counter()
+        for _ in range(20_000):
+            alarms.set(lambda: None)
+        alarms.set(done.set)
+        all_set = time.perf_counter()
+        await done.wait()
+        setting.append(all_set - began)
+        ringing.append(time.perf_counter() - all_set)
+    assert min(ringing) < 8 * min(setting)
+
+
+async def test_one_that_rings_may_drop_another_that_is_due_with_it() -> None:
+    alarms, rung, done = Alarms(0.0), list[str](), asyncio.Event()
+    numbers: list[int] = []
+    alarms.set(lambda: alarms.drop(numbers[0]))
+    numbers.append(alarms.set(lambda: rung.append("dropped")))
+    alarms.set(done.set)
+    await done.wait()
+    assert rung == []
+    assert not len(alarms)

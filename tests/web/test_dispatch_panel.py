@@ -36,7 +36,7 @@ async def test_the_panel_shows_who_waits_and_what_was_planned(operator: Deployme
     assert "no shares are planned yet" in page.text
     assert "Nobody asks for this pool" in page.text
     arrival = Arrival("r", line_of(Lane.SHORT, Band.LOW), "acme", 1, 10, 1.0)
-    await TurnScript(resources.redis, "pool-m").turn(Turn("g#1", 1, True, Rules(0, 0, 1, 0, 0), (arrival,)))
+    await TurnScript(resources.redis, "m").turn(Turn("g#1", 1, True, Rules(0, 0, 1, 0, 0), (arrival,)))
     async with transaction(resources.engine) as session:
         assert len(await plan_pools(session, resources.redis, time.time())) == 1
     panel = await operator.client.get("/dispatch", headers={"hx-request": "true"})

@@ -332,9 +332,9 @@ local function judge_held(key, amount, hard)
   return used, 0, 0, wait
 end
 
--- Where each counter stands, without taking anything. Answers the standing {used, reset, in doubt since} of each charge, the places
--- where units would go, what refuses {index, wait}, what is cold {index, start, stop}, and whether every charge knows
--- the window of the server's time. A charge of nothing stands in nobody's way.
+-- Where each counter stands, without taking anything. Answers the standing {used, reset, in doubt since} of each
+-- charge, the places where units would go, what refuses {index, wait}, what is cold {index, start, stop}, and whether
+-- every charge knows the window of the server's time. A charge of nothing stands in nobody's way.
 local function judge(charges)
   local standings, places, refusals, cold, inside = {}, {}, {}, {}, true
   for i, charge in ipairs(charges) do

@@ -1,6 +1,6 @@
--- What live leases hold: {most}. Takes nothing. Answers how many there are, and {counter, place, units}, or false when there
--- are more than `most`. Units of a rate count as long as they are in the window. A live record lies a day beyond its
--- lease's expiry in ORDER, a settled one a minute beyond its end.
+-- What live leases hold: {most}. Takes nothing. Answers how many there are, and {counter, place, units}, or false when
+-- there are more than `most`. Units of a rate count as long as they are in the window. A live record lies a day beyond
+-- its lease's expiry in ORDER, a settled one no more than a day beyond its end.
 local most = request[1]
 local after = '(' .. int(now + DAY)
 local live = redis.call('ZCOUNT', ORDER, after, '+inf')

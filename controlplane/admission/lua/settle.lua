@@ -88,6 +88,6 @@ end
 local lost = is_lost(lease_epoch, expires)
 local overruns, kept = {}, SETTLED_KEPT
 if lost then overruns, kept = settle_lost() end
-write_record(id, {SETTLED, 0, 0, overruns}, math.max(now, expires) + kept)
+write_record(id, {SETTLED, 0, 0, overruns}, math.max(now + kept, expires + SETTLED_KEPT))
 if lost then return answer('settled', epoch, 0, 0, overruns) end
 return answer('ended', 'expired')

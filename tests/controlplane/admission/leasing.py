@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from typing import Any
@@ -28,6 +29,18 @@ CONCURRENT, DAILY, MONTHLY, MONEY = (
     QuotaKind.TOKENS_PER_MONTH,
     QuotaKind.MONEY_PER_MONTH,
 )
+
+
+async def heal(leases: Leases) -> None:
+    """Go on until the store answers again, and what it was not told is told."""
+    async with asyncio.timeout(60):
+        while leases.is_away or leases.deferred or leases._errands:
+            await leases.beat()
+            await asyncio.sleep(0.02)
+
+
+def tokens(input: int = 0, output: int = 0) -> Use:
+    return Use(input=input, uncached_input=input, output=output)
 
 
 def limit(kind: QuotaKind, hard: int | None, **changes: Any) -> Limit:

@@ -17,16 +17,16 @@ from redis.exceptions import ConnectionError as RedisAwayError
 from redis.exceptions import ResponseError
 
 from controlplane.admission import scripts
-from controlplane.admission.answers import Basis, Cold, Ended, Ending, Granted, Lease, Refused, Settled
+from controlplane.admission.answers import Basis, Cold, Ended, Granted, Lease, Refused, Settled
 from controlplane.admission.bound import overspend_bound
-from controlplane.admission.charges import NOTHING, Use, charges_for
+from controlplane.admission.charges import Use, charges_for
 from controlplane.admission.leases import Leases
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.quotas.schemas import Away, Limit
 from controlplane.redis_client import create_redis
 from controlplane.redis_pipe import ScriptPipe
 from controlplane.settings import Secret
-from tests.controlplane.admission.leasing import CONCURRENT, MONTHLY, RPM, TENANT, TPM, World, limit, windows_at
+from tests.controlplane.admission.leasing import CONCURRENT, MONTHLY, RPM, TENANT, TPM, World, heal, limit, windows_at
 from tests.services import free_port, service_folder
 
 DEADLINE_S = 0.25
@@ -96,14 +96,6 @@ async def ask(leases: Leases, limits: list[Limit], lease_id: str, use: Use | Non
     return await leases.acquire(TENANT, lease_id, charges)
 
 
-async def heal(leases: Leases) -> None:
-    """Go on until the store answers again, and what it was not told is told."""
-    async with asyncio.timeout(60):
-        while leases.is_away or leases.deferred or leases._tasks:
-            await leases.beat()
-            await asyncio.sleep(0.02)
-
-
 async def used(leases: Leases, limits: list[Limit]) -> list[int]:
     found = await leases.standings(TENANT, charges_for(TENANT, limits, Use(), windows_at(time.time())))
     assert isinstance(found, tuple), found
@@ -126,18 +118,6 @@ async def test_f14_what_a_store_that_takes_no_writes_was_not_told_is_told_later(
         await refuse_writes(store, False)
         await heal(leases)
         assert await used(leases, limits) == [0]
-
-
-async def test_f12_trouble_with_one_tenants_keys_ends_no_heartbeat(redis: Redis) -> None:
-    world = await World(redis).start()
-    limits = [limit(CONCURRENT, 1)]
-    await world.granted(limits, Use(), ttl_s=30)
-    await world.leases.acquire("other", "theirs", charges_for("other", limits, Use(), windows_at(world.now)), ttl_s=30)
-    await redis.set("tidegate:{other}:leases", "not a hash")
-    for _ in range(4):
-        await world.advance(20)
-        await world.leases.beat()
-    assert await world.used(*limits) == [1]
 
 
 class Garbled:
@@ -249,72 +229,6 @@ async def test_f14_a_store_that_was_killed_comes_back_with_its_data(store: Stopp
         assert not isinstance(three, Cold)
 
 
-async def test_a_store_that_comes_back_empty_is_told_what_is_held(redis: Redis) -> None:
-    world = await World(redis).start()
-    limits = [limit(TPM, 1000), limit(CONCURRENT, 4), limit(MONTHLY, 5_000)]
-    await world.hydrate(limits[2:], base=700)
-    held = [await world.granted(limits, Use(input=100)) for _ in range(3)]
-    longer = await world.leases.extend(held[0].lease, world.charges(limits, Use(requests=0, input=50)))
-    assert isinstance(longer, Granted)
-    done = await world.granted(limits, Use(input=400))
-    await world.leases.settle(done.lease, Use(input=40))
-    await redis.flushdb()
-    await world.advance(1)
-    cold = await world.acquire(limits, Use(input=100))
-    assert isinstance(cold, Cold)
-    await heal(world.leases)
-    await world.leases.hydrate(TENANT, cold.counters[0], 740, complete_until=world.now)
-    assert await world.used(*limits) == [350, 3, 740 + 350]
-    await world.leases.reassert([one.lease for one in held])
-    assert await world.used(*limits) == [350, 3, 740 + 350]
-    await world.granted(limits, Use(input=100))
-    assert isinstance(await world.acquire(limits, Use(input=100)), Refused)
-    await world.leases.settle(held[0].lease, Use(input=30))
-    assert await world.used(*limits) == [330, 3, 740 + 330]
-
-
-async def test_what_ended_before_a_counter_was_hydrated_is_not_charged_again(redis: Redis) -> None:
-    world = await World(redis).start()
-    limits = [limit(MONTHLY, 5_000)]
-    await world.hydrate(limits)
-    early, late = [await world.granted(limits, Use(input=100)) for _ in range(2)]
-    await redis.flushdb()
-    await world.advance(10)
-    ledger = world.gateway()
-    cold = await ledger.acquire(TENANT, "other", world.charges(limits, Use(input=1)))
-    assert isinstance(cold, Cold)
-    await ledger.hydrate(TENANT, cold.counters[0], 30, complete_until=world.now)
-    assert await world.leases.settle(early.lease, Use(input=30)) == Settled()
-    assert await world.used(*limits) == [30]
-    await world.advance(1)
-    assert await world.leases.settle(late.lease, Use(input=20)) == Settled()
-    assert await world.used(*limits) == [50]
-
-
-async def test_an_extension_brings_a_lost_lease_back(redis: Redis) -> None:
-    world = await World(redis).start()
-    limits = [limit(TPM, 1000), limit(CONCURRENT, 1)]
-    granted = await world.granted(limits, Use(input=100))
-    await redis.flushdb()
-    await world.advance(1)
-    longer = await world.leases.extend(granted.lease, world.charges(limits, Use(requests=0, input=50)))
-    assert isinstance(longer, Granted)
-    assert await world.used(*limits) == [150, 1]
-
-
-async def test_f12_a_heartbeat_keeps_leases_and_ends_with_the_longest_time(redis: Redis) -> None:
-    world = await World(redis, longest_s=100.0).start()
-    limits = [limit(CONCURRENT, 1)]
-    await world.granted(limits, Use(), ttl_s=30)
-    for _ in range(4):
-        await world.advance(20)
-        await world.leases.beat()
-        assert await world.used(*limits) == [1]
-    await world.advance(45)
-    await world.leases.beat()
-    assert await world.used(*limits) == [0]
-
-
 async def test_f12_after_10000_random_cancels_nothing_is_in_flight(valkey: str, redis: Redis) -> None:
     rng = random.Random(12)
     limits = [limit(TPM, 1 << 40), limit(CONCURRENT, 1 << 20), limit(RPM, 1 << 40)]
@@ -351,15 +265,6 @@ async def test_f12_after_10000_random_cancels_nothing_is_in_flight(valkey: str, 
         assert leases.in_flight == 0
         assert leases.dropped == 0
         assert await used(leases, limits) == [0, 0, 0]
-
-
-async def test_f12_a_fenced_or_forgotten_lease_says_so(redis: Redis) -> None:
-    world = await World(redis).start()
-    lease = (await world.granted([limit(RPM, 5)], Use(), ttl_s=5)).lease
-    await world.advance(86_400 + 6)
-    await world.granted([limit(RPM, 5)], Use())
-    assert await world.gateway().extend(lease) == Ended(why=Ending.EXPIRED)
-    assert await world.leases.settle(lease, NOTHING) == Ended(why=Ending.EXPIRED)
 
 
 @pytest.mark.parametrize("kind", [RPM, CONCURRENT, MONTHLY])

@@ -164,7 +164,7 @@ class Histories(RuleBasedStateMachine):
             assert outcome.late == (held.expires <= self.model.now)
             assert {one.units for one in outcome.overruns} == ({used - held.month} if used > held.month else set())
             self.model.settle(held, used)
-        if elsewhere and held.lease.epoch == self.world.leases._epochs[TENANT]:
+        if elsewhere and held.lease.epoch == self.world.leases._holdings._epochs[TENANT]:
             self.run(self.other.settle(held.lease, Use(input=used)))
 
     @rule(seconds=st.floats(0.001, 45))

@@ -56,7 +56,7 @@ async def wait_in_line(redis: Redis, *names: str) -> None:
     """These tenants each have a request that waits, and no replica has room."""
     line = line_of(Lane.SHORT, Band.STANDARD)
     arrivals = tuple(Arrival(f"r-{name}", line, name, 1, 10, 1.0) for name in names)
-    await TurnScript(redis, POOL).turn(Turn("g#1", 1, True, Rules(0, 0, 1, 0, 0), arrivals))
+    await TurnScript(redis, MODEL).turn(Turn("g#1", 1, True, Rules(0, 0, 1, 0, 0), arrivals))
 
 
 async def test_shares_follow_weights_floors_demand_and_capacity(session: AsyncSession, redis: Redis) -> None:
@@ -70,7 +70,7 @@ async def test_shares_follow_weights_floors_demand_and_capacity(session: AsyncSe
     assert shares["polite"] == 17, "its demand over the last minute is far below its floor"
     assert shares["umbra"] / shares["acme"] == pytest.approx(3, rel=0.01)
     assert await load_plans(session) == [plan]
-    state = await read_line(redis, POOL)
+    state = await read_line(redis, MODEL)
     assert state.tenants == {"acme", "umbra"}
     assert (state.requests, state.slots, state.gateways) == (2, 0, 1)
 

@@ -20,7 +20,7 @@ from dataplane.protocol import Counters, RuntimeCounters, SchedulingCounters
 COST = StepCost(step=0.01, tokens=1e-4, pairs=1e-9, context=1e-8, rows=1e-5, loaded=1e-7, source="fit A", n=400)
 IDLE = PoolLoad(replicas=1, slots=16, running=0, tokens=20_000, held=0, budget=512, hold_s=4.0)
 BUSY = PoolLoad(replicas=1, slots=16, running=16, tokens=20_000, held=9_000, budget=512, hold_s=4.0)
-UNKNOWN = Calibration(pool="p")
+UNKNOWN = Calibration(model="p")
 NOBODY = Ahead()
 
 
@@ -38,10 +38,10 @@ def test_on_an_idle_pool_it_is_the_prefill_alone() -> None:
 
 
 def test_it_is_calibrated_evidence_with_its_lineage() -> None:
-    calibration = Calibration(pool="p", computed=Ratio(log=math.log(2), deviation=0.1, n=30))
+    calibration = Calibration(model="p", computed=Ratio(log=math.log(2), deviation=0.1, n=30))
     found = expect(calibration=calibration)
     assert found.ttft.kind is EvidenceKind.CALIBRATED
-    assert found.ttft.source == "step model fit A (n=400); calibration of pool p: ×2 (n=30)"
+    assert found.ttft.source == "step model fit A (n=400); calibration of model p: ×2 (n=30)"
     assert (found.ttft.unit, found.ttft.n) == ("s", 30)
     assert found.ttft.value == pytest.approx(2 * found.modelled_s)
     assert found.ttft.error == pytest.approx(math.expm1(0.1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from redis.asyncio import Redis
 
 from controlplane.admission import leases
 from controlplane.admission.answers import Reserved
@@ -12,11 +11,6 @@ from controlplane.quotas.schemas import Limit
 from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, TENANT, TPM, World, limit
 
 LIMITS = [limit(DAILY, 1000), limit(TPM, 500), limit(CONCURRENT, 5)]
-
-
-@pytest.fixture
-async def world(redis: Redis) -> World:
-    return await World(redis).start()
 
 
 async def held(world: World, *limits: Limit) -> list[int | None]:
@@ -58,6 +52,16 @@ async def test_units_that_have_left_their_window_are_not_held_in_this_one(world:
     assert await held(world, *LIMITS) == [10, 0, 1]
     await world.advance(DAY_S)
     assert await held(world, *LIMITS) == [0, 0, 1]
+
+
+async def test_f12_what_ended_after_the_store_was_lost_is_not_counted_as_live(world: World) -> None:
+    """Many of them must not make a tenant's reservations untold."""
+    granted = await world.granted([LIMITS[1]], Use(input=10))
+    await world.redis.flushdb()
+    await world.advance(1)
+    await world.leases.settle(granted.lease, Use(input=10))
+    assert await world.leases.reserved(TENANT) == Reserved(leases=0, units={})
+    assert await world.used(LIMITS[1]) == [10]
 
 
 async def test_too_many_to_sum_is_said_and_never_a_number(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,33 @@ async def test_f14_one_counter_is_summed_once_and_no_request_waits_for_it(world:
     assert await month(world) == 150 + 500
 
 
+async def test_f14_a_sum_that_does_not_end_is_given_up_and_tried_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its caller has for a bound: nobody waits for it who could notice."""
+    monkeypatch.setattr("controlplane.admission.warm.LONGEST_S", 0.05)
+    await world.granted(LIMITS, used(800))
+    await world.advance(LONG)
+    [counter] = (await world.refused(LIMITS, used(500))).doubted
+    at, tries = 0.0, 0
+
+    async def ledger(_: ColdCounter) -> tuple[int, float]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            await asyncio.Event().wait()
+        return 150, world.now
+
+    warmer = Warmer(world.leases, monotonic=lambda: at, later=lambda *_: None)
+    for _ in range(3):
+        warmer.doubt(TENANT, counter, ledger)
+        async with asyncio.timeout(5):
+            await asyncio.gather(*warmer._under_way.values())
+        at += CORRECTED_EVERY_S
+    assert tries == 2
+    assert await month(world) == 150
+
+
 async def test_f14_a_lease_written_off_is_made_whole_when_its_holder_comes_back(world: World) -> None:
     mine = await world.granted(LIMITS, used(300))
     await world.advance(LONG)
@@ -125,7 +152,7 @@ async def test_f14_an_ending_told_after_the_writing_off_counts_once(world: World
         await world.advance(5)
         ended = world.now
     late = world.gateway(wall=lambda: ended)
-    late._holder = world.leases._holder
+    late._endings._holder = world.leases._endings._holder
     assert await late.settle(mine.lease, used(60)) == Settled(late=True)
     assert await world.leases.correct(TENANT, counter, 160 if before else 100) is True
     assert await month(world) == 160

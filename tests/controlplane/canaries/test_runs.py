@@ -93,6 +93,17 @@ async def test_a_first_run_makes_a_canary_of_each_limit_endpoint_and_gateway(job
     assert {view.gateway for view in await jobs.known()} == {"http://b.example:2"}
 
 
+async def test_a_run_is_claimed_for_as_many_gateways_as_canaries_are_kept_of(jobs: Jobs) -> None:
+    many = [f"http://gateway-{number}.example:1" for number in range(150)]
+    jobs.settings = structs.replace(jobs.settings, canary_gateways=",".join(many))
+    await jobs.run(tasks.claim_run)
+    assert [name for name, *_ in jobs.published] == [tasks.RUN]
+    known = await jobs.known()
+    assert len(known) == service.MOST_CANARIES
+    of_one = len(INFERENCE) * len(QuotaLevel) * len(QuotaKind)
+    assert [view.gateway for view in known[: 2 * of_one]] == [many[0]] * of_one + [many[1]] * of_one
+
+
 async def test_f39_of_claims_at_once_one_runs(jobs: Jobs) -> None:
     await asyncio.gather(*(jobs.run(tasks.claim_run) for _ in range(8)))
     await jobs.run(tasks.claim_run)

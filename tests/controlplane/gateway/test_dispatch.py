@@ -444,7 +444,7 @@ async def test_what_streams_produce_is_charged_and_the_engines_count_puts_it_rig
         await asked
         await until(lambda: queue.last is not None and queue.last.slots == 0 and not queue.unsent)
         redis = served.gateway.dispatch._redis
-        stored = await redis.hgetall("tidegate:turn:{pool-m}:served")
+        stored = await redis.hgetall("tidegate:turn:{m}:served")
         # 12 prompt tokens of which 8 were cached, 3 of output, at 1, 0.25 and 2
         assert [float(value) for value in stored.values()] == [4 + 8 * 0.25 + 3 * 2]
 

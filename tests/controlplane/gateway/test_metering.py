@@ -391,6 +391,16 @@ async def test_a_prompt_is_counted_where_its_bytes_are_too_many(own: Settings, t
         assert len(replica.seen) == (status == 200)
 
 
+async def test_a_prompt_is_counted_also_where_only_a_raise_lets_it_pass(own: Settings) -> None:
+    raised = Raise(amount=1000, starts_at=time.time() - 60, expires_at=time.time() + 3600)
+    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 1, raises=(raised,)),)
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
+        replica.tokens = 400
+        long = {**ASK, "messages": [{"role": "user", "content": "x" * 1500}]}
+        assert (await answer_of(served, long))[:2] == (200, "")
+        assert len(replica.counted) == 1
+
+
 async def test_a_prompt_that_is_surely_short_or_hopelessly_long_is_not_counted(own: Settings) -> None:
     limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 300),)
     async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:

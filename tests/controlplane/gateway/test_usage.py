@@ -25,7 +25,15 @@ from tests.controlplane.gateway.harness import (
     running_gateway,
 )
 from tests.controlplane.gateway.metered import ASK, ASK_STREAM
-from tests.controlplane.gateway.replicas import COMPLETION, FakeReplica, chunk, event, fake_replica, parts
+from tests.controlplane.gateway.replicas import (
+    COMPLETION,
+    FakeReplica,
+    chunk,
+    event,
+    fake_replica,
+    parts,
+    usage_chunk,
+)
 
 
 async def finished(served: Running, body: dict[str, object]) -> int:
@@ -61,6 +69,36 @@ async def test_f7_an_answer_that_says_nothing_is_estimated_by_what_was_asked_for
         assert (one.basis, one.output_tokens, one.cached_tokens) == (UsageBasis.ESTIMATED, 100, 0)
         assert one.prompt_tokens > 0
     assert [line["ttft_s"] for line in await served.lines()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("usage", "written"),
+    [
+        ({}, 2),
+        ({"prompt_tokens": None, "completion_tokens": None}, 2),
+        ({"prompt_tokens": -5, "completion_tokens": -1}, 2),
+        ({"prompt_tokens": 2**62, "completion_tokens": 2**62}, 2),
+        ({"prompt_tokens": 12}, 2),
+        ({"completion_tokens": 7}, 7),
+    ],
+)
+async def test_f7_a_count_that_is_missing_or_cannot_be_is_not_the_engines_word(
+    served: Running, replica: FakeReplica, usage: dict[str, object], written: int
+) -> None:
+    """Nobody reads and writes for nothing because a backend counts nonsense."""
+    told = event({**usage_chunk(), "usage": usage})
+    replica.behave = parts([event(chunk("a")), event(chunk("b")), event(chunk(finish="stop")), told, replicas.DONE])
+    assert await finished(served, ASK_STREAM) == 200
+    replica.behave = replicas.error(200, {**COMPLETION, "usage": usage})
+    assert await finished(served, ASK) == 200
+    await assert_nothing_left(served)
+    streamed, whole = await served.usage()
+    assert (streamed.basis, streamed.output_tokens, streamed.cached_tokens) == (UsageBasis.COUNTED, written, 0)
+    if written == 7:
+        assert (whole.basis, whole.output_tokens) == (UsageBasis.COUNTED, 7)
+    else:
+        assert (whole.basis, whole.output_tokens) == (UsageBasis.ESTIMATED, 100)
+    assert min(streamed.prompt_tokens, whole.prompt_tokens) > 12, "the prompt counts as reserved"
 
 
 async def test_f7_a_client_that_leaves_at_any_point_is_recorded_with_what_was_relayed(
