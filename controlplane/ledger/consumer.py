@@ -147,7 +147,7 @@ class StreamConsumer:
             try:
                 async with transaction(self._engine) as session:
                     taken = await service.record_from_gateways(session, records)
-                    await service.set_aside_raw(session, refused)
+                    kept_aside = await service.set_aside_raw(session, refused)
             except Exception as error:
                 if away(error) is not None or not_now(error):
                     log.warning("%d usage records wait: %s", len(entries), _what(error))
@@ -156,7 +156,7 @@ class StreamConsumer:
                 return await self._store_apart(entries, error)
             self._on_taken(taken)
             self._on_stored(taken.stored)
-            self._on_refused(len(refused))
+            self._on_refused(kept_aside)
             return True
 
     async def _store_apart(self, entries: Sequence[_Entry], error: Exception) -> bool:
@@ -169,11 +169,11 @@ class StreamConsumer:
         refused = _refused(entries[0], f"it could not be stored: {type(error).__name__}")
         try:
             async with transaction(self._engine) as session:
-                await service.set_aside_raw(session, [refused])
+                kept_aside = await service.set_aside_raw(session, [refused])
         except Exception:
             log.exception("a usage record could not be set aside; it stays in the stream")
             return False
-        self._on_refused(1)
+        self._on_refused(kept_aside)
         return True
 
     def _sort(self, entries: Sequence[_Entry]) -> tuple[list[UsageRecord], list[RefusedRecord]]:

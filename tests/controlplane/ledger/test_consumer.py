@@ -47,7 +47,7 @@ async def test_f22_what_cannot_be_billed_is_kept_aside_and_holds_nobody_up(
         encode(usage("old", started_at=1.0, finished_at=2.0)),
         encode(usage("text", model="a\x00b")),
     ]
-    for payload in bad:
+    for payload in [*bad, *bad]:
         await spool.append(payload)
     await spooled(spool, records(20))
     taking = consumer(committed_engine, redis, on_refused=refused.append)
