@@ -31,7 +31,7 @@ from controlplane.ledger.schemas import (
 )
 from controlplane.ledger.spans import Segment
 from controlplane.ledger.sums import Summed, Whose, sums, usage_sum
-from controlplane.paging import LARGEST, Cursor, Page, decode, page
+from controlplane.paging import Cursor, Page, checked, decode, page
 from controlplane.quotas.price_service import prices_between
 from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PROBE_TENANT
@@ -224,8 +224,7 @@ async def usage_page(
     _require_zones(since, until)
     if since is not None and until is not None and since >= until:
         raise InvalidRequestError("a span ends after it starts", param="since")
-    if not 1 <= limit <= LARGEST:
-        raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
+    limit = checked(limit)
     rows = await repository.lines(
         session, since=since, until=until, tenant=tenant, after=decode(after), limit=limit + 1
     )
