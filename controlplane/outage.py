@@ -1,4 +1,4 @@
-"""Telling what a store's error means: it is away, or it was given what it cannot hold.
+"""Telling what a store's error means: it is away, it cannot now, or it was given what it cannot hold.
 
 Layer: service. Postgres and Redis drivers raise many types when a server is gone; this is the one place that
 knows them. It never decides what to do about it.
@@ -39,6 +39,18 @@ def away(error: BaseException) -> str | None:
         if error.connection_invalidated or state.startswith(_AWAY_STATES):
             return "database"
     return None
+
+
+_NOT_NOW_STATES = ("25006", "40", "53", "55", "57", "58")
+"""SQLSTATEs (or their class) of what a server undid for others' sake, had no room, memory or lock for, was told to
+stop, could not read or write, or may not write while it follows another."""
+
+
+def not_now(error: BaseException) -> bool:
+    """Whether the database is there and the same statement may succeed later: nothing is wrong with its values."""
+    if not isinstance(error, sqlalchemy.exc.DBAPIError):
+        return False
+    return (getattr(error.orig, "sqlstate", None) or "").startswith(_NOT_NOW_STATES)
 
 
 def unstorable(error: BaseException) -> bool:

@@ -225,11 +225,24 @@ async def set_pool_size(session: AsyncSession, name: str, slots: int, tokens: in
     await session.execute(update(Pool).where(Pool.name == name).values(replica_slots=slots, replica_tokens=tokens))
 
 
+_POOLS = select(
+    Pool.name,
+    Pool.model,
+    Pool.backend,
+    epoch_of(Pool.created_at).label("created_at"),
+    Pool.replica_slots,
+    Pool.replica_tokens,
+).order_by(Pool.name)
+
+
 async def pools(session: AsyncSession) -> list[PoolRoute]:
-    query = select(Pool.name, Pool.model, Pool.backend, epoch_of(Pool.created_at).label("created_at"))
-    query = query.add_columns(Pool.replica_slots, Pool.replica_tokens)
-    rows = await session.execute(query.order_by(Pool.name))
-    return [PoolRoute(**row._mapping) for row in rows]
+    return [PoolRoute(**row._mapping) for row in await session.execute(_POOLS)]
+
+
+async def lock_pool(session: AsyncSession, name: str) -> PoolRoute | None:
+    """The pool of that name, locked until the transaction ends."""
+    row = (await session.execute(_POOLS.where(Pool.name == name).with_for_update())).one_or_none()
+    return None if row is None else PoolRoute(**row._mapping)
 
 
 # The CTEs are materialised because a plain sub-query with a LIMIT may be run again per row, and lock ever more.

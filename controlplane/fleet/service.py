@@ -83,7 +83,7 @@ async def ensure_pool(session: AsyncSession, name: str, model: str, backend: str
 
 async def set_pool_size(session: AsyncSession, name: str, patch: PoolPatch) -> PoolRoute:
     """Say what each replica of the pool holds; what is left out stays. Raises NotFoundError."""
-    pool = next((pool for pool in await repository.pools(session) if pool.name == name), None)
+    pool = await repository.lock_pool(session, name)
     if pool is None:
         raise NotFoundError(f"there is no pool {name[:40]}", code="pool_not_found", param="pool")
     slots = pool.replica_slots if patch.replica_slots is UNSET else patch.replica_slots

@@ -25,7 +25,7 @@ from controlplane.db import transaction
 from controlplane.ledger import service
 from controlplane.ledger.schemas import RefusedRecord
 from controlplane.ledger.stream import GROUP, NUMBER, RECORD, SENDER, STORED_TTL_S, STREAM, Pauses, stored_key
-from controlplane.outage import away
+from controlplane.outage import away, not_now
 from controlplane.telemetry.validation import RefusedError, check_usage, check_usage_time
 from dataplane.protocol import UsageRecord
 
@@ -138,23 +138,25 @@ class StreamConsumer:
         await pipeline.execute()
 
     async def _store(self, entries: Sequence[_Entry]) -> bool:
-        """Commit the records, as long as it takes Postgres to be there. False leaves the entries for another time."""
+        """Commit the records, as long as it takes Postgres to be there and able to. False leaves the entries for
+        another time.
+        """
         pauses = Pauses()
         records, refused = self._sort(entries)
         while True:
             try:
                 async with transaction(self._engine) as session:
                     taken = await service.record_from_gateways(session, records)
-                    await service.set_aside_raw(session, refused)
+                    kept_aside = await service.set_aside_raw(session, refused)
             except Exception as error:
-                if away(error) is not None:
-                    log.warning("%d usage records wait: %s", len(entries), type(error).__name__)
+                if away(error) is not None or not_now(error):
+                    log.warning("%d usage records wait: %s", len(entries), _what(error))
                     await pauses.pause()
                     continue
                 return await self._store_apart(entries, error)
             self._on_taken(taken)
             self._on_stored(taken.stored)
-            self._on_refused(len(refused))
+            self._on_refused(kept_aside)
             return True
 
     async def _store_apart(self, entries: Sequence[_Entry], error: Exception) -> bool:
@@ -167,11 +169,11 @@ class StreamConsumer:
         refused = _refused(entries[0], f"it could not be stored: {type(error).__name__}")
         try:
             async with transaction(self._engine) as session:
-                await service.set_aside_raw(session, [refused])
+                kept_aside = await service.set_aside_raw(session, [refused])
         except Exception:
             log.exception("a usage record could not be set aside; it stays in the stream")
             return False
-        self._on_refused(1)
+        self._on_refused(kept_aside)
         return True
 
     def _sort(self, entries: Sequence[_Entry]) -> tuple[list[UsageRecord], list[RefusedRecord]]:
@@ -186,6 +188,11 @@ class StreamConsumer:
             else:
                 good.append(record)
         return good, refused
+
+
+def _what(error: Exception) -> str:
+    """The name of the driver's own error where it has been wrapped."""
+    return type(getattr(getattr(error, "orig", None), "__cause__", None) or error).__name__
 
 
 def _by_sender(entries: Sequence[_Entry]) -> dict[str, list[bytes]]:

@@ -118,7 +118,7 @@ class ClaimedAttempt(Base):
 class UsageDay(Base):
     """The ledger summed over one day (UTC), written by the statement that inserts the rows; seconds to the microsecond.
 
-    `partitions.check_day` compares it with the rows.
+    `service.check_sums` compares it with the rows.
     """
 
     __tablename__ = "usage_daily"

@@ -171,8 +171,8 @@ async def held_now(session: AsyncSession) -> HeldNow:
     return HeldNow(int(found[0]), None if found[1] is None else float(found[1]))
 
 
-async def insert_refused(session: AsyncSession, refused: Sequence[RefusedRecord]) -> None:
-    """Keep what cannot be billed, each once."""
+async def insert_refused(session: AsyncSession, refused: Sequence[RefusedRecord]) -> int:
+    """Keep what cannot be billed, each once; returns how many were not kept before."""
     rows = {}
     for one in refused:
         digest = hashlib.sha256(one.packed).digest()
@@ -183,7 +183,8 @@ async def insert_refused(session: AsyncSession, refused: Sequence[RefusedRecord]
             "record": one.packed,
         }
     statement = upsert(RefusedUsage).values([rows[digest] for digest in sorted(rows)])
-    await session.execute(statement.on_conflict_do_nothing(index_elements=[RefusedUsage.digest]))
+    statement = statement.on_conflict_do_nothing(index_elements=[RefusedUsage.digest])
+    return len((await session.scalars(statement.returning(RefusedUsage.digest))).all())
 
 
 async def lines(

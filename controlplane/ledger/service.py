@@ -31,7 +31,7 @@ from controlplane.ledger.schemas import (
 )
 from controlplane.ledger.spans import Segment
 from controlplane.ledger.sums import Summed, Whose, sums, usage_sum
-from controlplane.paging import LARGEST, Cursor, Page, decode, page
+from controlplane.paging import Cursor, Page, checked, decode, page
 from controlplane.quotas.price_service import prices_between
 from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PROBE_TENANT
@@ -60,18 +60,13 @@ class Taken(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What became of replicas' counts: attempts stored, and how many were set aside because they came too late."""
+    """What became of replicas' counts: attempts stored, and how many were newly set aside for coming too late."""
 
     stored: list[UsageRecord]
     late: int
 
 
-async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[UsageRecord]:
-    """As `record_from_replicas`; returns the attempts stored."""
-    return (await record_from_replicas(session, records)).stored
-
-
-async def record_from_replicas(session: AsyncSession, records: Sequence[UsageRecord]) -> Recorded:
+async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> Recorded:
     """Store what replicas counted, of attempts not stored yet, with what each cost. All of `records` may be
     acknowledged after the commit.
 
@@ -83,8 +78,8 @@ async def record_from_replicas(session: AsyncSession, records: Sequence[UsageRec
     first = _first(records)
     fresh = await _store(session, await _costed(session, first), by_gateway=False)
     late = await repository.stored_by_gateway(session, [one for one in first if one not in fresh]) if first else set()
-    await set_aside(session, [(first[attempt], LATE) for attempt in sorted(late)])
-    return Recorded([one for attempt, one in first.items() if attempt in fresh], len(late))
+    kept = await set_aside(session, [(first[attempt], LATE) for attempt in sorted(late)])
+    return Recorded([one for attempt, one in first.items() if attempt in fresh], kept)
 
 
 async def record_from_gateways(session: AsyncSession, records: Sequence[UsageRecord]) -> Taken:
@@ -124,17 +119,18 @@ async def held_now(session: AsyncSession) -> HeldNow:
     return await repository.held_now(session)
 
 
-async def set_aside(session: AsyncSession, refused: Sequence[tuple[UsageRecord, str]]) -> None:
-    """Keep records that no bill could carry, with the reason; they are acknowledged but count nowhere."""
-    await set_aside_raw(
+async def set_aside(session: AsyncSession, refused: Sequence[tuple[UsageRecord, str]]) -> int:
+    """Keep records that no bill could carry, with the reason; they are acknowledged but count nowhere. Returns how many
+    were not kept before: senders repeat what they have no word about.
+    """
+    return await set_aside_raw(
         session, [RefusedRecord(sender=one.replica, packed=encode(one), reason=reason) for one, reason in refused]
     )
 
 
-async def set_aside_raw(session: AsyncSession, refused: Sequence[RefusedRecord]) -> None:
-    """Keep bytes that are perhaps no record at all, each once."""
-    if refused:
-        await repository.insert_refused(session, refused)
+async def set_aside_raw(session: AsyncSession, refused: Sequence[RefusedRecord]) -> int:
+    """Keep bytes that are perhaps no record at all, each once. Returns how many were not kept before."""
+    return await repository.insert_refused(session, refused) if refused else 0
 
 
 async def usage_totals(
@@ -234,8 +230,7 @@ async def usage_page(
     _require_zones(since, until)
     if since is not None and until is not None and since >= until:
         raise InvalidRequestError("a span ends after it starts", param="since")
-    if not 1 <= limit <= LARGEST:
-        raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
+    limit = checked(limit)
     rows = await repository.lines(
         session, since=since, until=until, tenant=tenant, after=decode(after), limit=limit + 1
     )

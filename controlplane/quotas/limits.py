@@ -52,6 +52,12 @@ def falls(limit: Limit, now: float, until: float) -> bool:
     return hard is not None and later is not None and later < hard
 
 
+def lowest(limit: Limit, now: float, until: float) -> int | None:
+    """The least that the hard limit is in [now, until): it falls where raises end."""
+    ends = (each.expires_at for each in limit.raises if now < each.expires_at < until)
+    return min((hard for at in (now, *ends) if (hard := effective(limit, at)[1]) is not None), default=None)
+
+
 def next_change(limits: Iterable[Limit], now: float) -> float | None:
     """When a raise of one of `limits` next starts or ends, None when none does."""
     edges = (edge for limit in limits for each in limit.raises for edge in (each.starts_at, each.expires_at))

@@ -114,15 +114,9 @@ async def raised(session: AsyncSession, quota_ids: Collection[UUID], now: dateti
     return {row[0]: int(row[1]) for row in found}
 
 
-async def not_over(session: AsyncSession, quota_id: UUID, now: datetime) -> tuple[int, int]:
-    """How many raises of a quota are in force or yet to come, and their sum."""
-    found = await session.execute(
-        select(func.count(), func.coalesce(func.sum(Grant.amount), 0)).where(
-            Grant.quota_id == quota_id, Grant.expires_at > now
-        )
-    )
-    number, amount = found.one()
-    return int(number), int(amount)
+async def not_over(session: AsyncSession, quota_id: UUID, now: datetime) -> list[Grant]:
+    """The raises of a quota that are in force or yet to come."""
+    return list(await session.scalars(select(Grant).where(Grant.quota_id == quota_id, Grant.expires_at > now)))
 
 
 async def add_grant(session: AsyncSession, **values: Any) -> Grant | None:

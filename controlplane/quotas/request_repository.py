@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, and_, func, or_, select, text, tuple_, upd
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.quotas.models import QuotaRequest
+from controlplane.quotas.models import Quota, QuotaRequest
 from controlplane.quotas.views import RequestState
 
 _LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended('tidegate quota requests of ' || :tenant, 0))")
@@ -80,6 +80,15 @@ async def one_of_key(
 async def one(session: AsyncSession, request_id: UUID) -> QuotaRequest | None:
     query = select(QuotaRequest).where(QuotaRequest.id == request_id).execution_options(populate_existing=True)
     return (await session.scalars(query)).one_or_none()
+
+
+async def lock_quota(session: AsyncSession, request_id: UUID) -> Quota | None:
+    """The limit that a request asks about, locked until the transaction ends; None when either is gone. It is locked
+    before its request, as by who removes it.
+    """
+    query = select(Quota).join(QuotaRequest, QuotaRequest.quota_id == Quota.id).where(QuotaRequest.id == request_id)
+    found = await session.scalars(query.with_for_update(of=Quota).execution_options(populate_existing=True))
+    return found.one_or_none()
 
 
 async def requests(

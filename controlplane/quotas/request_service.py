@@ -149,9 +149,10 @@ async def approve(
     """
     given = given or ApprovalSpec()
     async with session.begin_nested():  # a refusal leaves the request open, whatever the caller makes of it
+        quota = await requests.lock_quota(session, request_id)
         asked = await get_request(session, request_id)
-        amount = await _missing(session, asked) if given.amount is UNSET else given.amount
         until = asked.until if given.until is UNSET else given.until
+        amount = await _missing(session, asked, quota, until) if given.amount is UNSET else given.amount
         check_more(amount)
         if given.until is not UNSET and given.until is not None:
             _check_until(given.until, datetime.now(UTC))
@@ -159,7 +160,7 @@ async def approve(
         row = await _decide(
             session, request_id, RequestState.APPROVED, decided_by=by, note=note, given=amount, given_until=until
         )
-        await _give(session, row, amount, until, by)
+        await _give(session, quota, amount=amount, until=until, reason=row.reason, by=by)
     return request_view(row)
 
 
@@ -170,8 +171,8 @@ async def decline(session: AsyncSession, request_id: UUID, *, by: str, note: str
 
 
 def missing(asked: QuotaRequestView, hard: int | None) -> int:
-    """By how much a limit that is `hard` now is below what was asked for; what was asked for may have been given, in
-    whole or in part, since. Zero or less when nothing is missing.
+    """By how much a limit that is `hard` for as long as more is wanted is below what was asked for, which may have been
+    given, in whole or in part, since. Zero or less when nothing is missing.
     """
     return asked.amount if asked.wanted is None or hard is None else asked.wanted - hard
 
@@ -201,15 +202,15 @@ def request_view(row: QuotaRequest) -> QuotaRequestView:
     )
 
 
-async def _missing(session: AsyncSession, asked: QuotaRequestView) -> int:
-    """`missing` of the limit as it is, which stays so until the transaction ends. Raises ConflictError."""
-    quota = None if asked.quota_id is None else await repository.quota(session, asked.quota_id, lock=True)
+async def _missing(session: AsyncSession, asked: QuotaRequestView, quota: Quota | None, until: datetime | None) -> int:
+    """`missing` of the limit, which the caller has locked; until then with its raises. Raises ConflictError."""
     if quota is None or asked.state is not RequestState.OPEN:
         return asked.amount
-    amount = missing(asked, quota.hard)
+    hard = quota.hard if until is None else await service.lowest_hard(session, quota.id, until)
+    amount = missing(asked, hard)
     if amount <= 0:
         raise ConflictError(
-            f"the limit is {quota.hard} already, and {asked.wanted} was asked for: decline it", code="given_already"
+            f"the limit is {hard} already, and {asked.wanted} was asked for: decline it", code="given_already"
         )
     return amount
 
@@ -283,20 +284,20 @@ def _check_repeat(
     check_repeat(f"the request {before.id}", {**asked, **more})
 
 
-async def _give(session: AsyncSession, row: QuotaRequest, amount: int, until: datetime | None, by: str) -> None:
-    if row.quota_id is None:
+async def _give(
+    session: AsyncSession, quota: Quota | None, *, amount: int, until: datetime | None, reason: str, by: str
+) -> None:
+    if quota is None:
         raise ConflictError("the limit it asks about is gone: decline it", code="quota_gone")
     if until is None:
-        quota = await repository.quota(session, row.quota_id, lock=True)
-        assert quota is not None  # the request refers to it
         raised = QuotaPatch(soft=_more(quota.soft, amount), hard=_more(quota.hard, amount))
-        await service.change_quota(session, row.quota_id, raised)
+        await service.change_quota(session, quota.id, raised)
         return
     if until <= datetime.now(UTC):
         raise ConflictError("the time it asks for has passed: give another or decline it", code="request_expired")
     _check_until(until, datetime.now(UTC))
-    given = GrantSpec(amount=amount, expires_at=until, reason=row.reason)
-    await service.grant(session, row.quota_id, given, by=by)
+    given = GrantSpec(amount=amount, expires_at=until, reason=reason)
+    await service.grant(session, quota.id, given, by=by)
 
 
 async def _decide(session: AsyncSession, request_id: UUID, state: RequestState, **values: Any) -> QuotaRequest:

@@ -17,6 +17,7 @@ from controlplane.errors import ConflictError, InvalidRequestError, NotFoundErro
 from controlplane.idempotency import check_repeat
 from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.quotas import price_service, repository
+from controlplane.quotas.limits import lowest
 from controlplane.quotas.models import Grant, Quota
 from controlplane.quotas.schemas import Away, Limit, QuotaKind, QuotaLevel, Raise, TenantQuotas
 from controlplane.quotas.validation import check_more, check_name, check_quota, check_span, check_text
@@ -255,13 +256,22 @@ def grant_view(row: Grant) -> GrantView:
 
 async def check_room(session: AsyncSession, row: Quota, soft: int | None, hard: int | None, *, more: int = 0) -> None:
     """A limit with all its raises stays a number that every part computes exactly; the caller has locked the row."""
-    number, amount = await repository.not_over(session, row.id, _now())
-    if more and number >= MOST_GRANTS:
+    raises = await repository.not_over(session, row.id, _now())
+    if more and len(raises) >= MOST_GRANTS:
         raise ConflictError(f"the quota has {MOST_GRANTS} raises that are not over: end some", code="too_many_grants")
-    if max(soft or 0, hard or 0) + amount + more > LARGEST_AMOUNT:
+    if max(soft or 0, hard or 0) + sum(each.amount for each in raises) + more > LARGEST_AMOUNT:
         raise InvalidRequestError(
             f"the limit with all its raises would exceed {LARGEST_AMOUNT}", param="amount" if more else "hard"
         )
+
+
+async def lowest_hard(session: AsyncSession, quota_id: UUID, until: datetime) -> int | None:
+    """The least that a limit's hard one is from now until then, its raises counted; None when it refuses nothing. Two
+    queries. Raises NotFoundError.
+    """
+    row, now = await _quota(session, quota_id), _now()
+    raises = [_raise(each) for each in await repository.not_over(session, quota_id, now)]
+    return lowest(_limit(row, raises), now.timestamp(), until.timestamp())
 
 
 def _level(row: Quota) -> QuotaLevel:

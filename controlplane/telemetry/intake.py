@@ -44,7 +44,9 @@ class Stored:
     """Attempts that were not in the ledger before."""
     refused_windows: int = 0
     refused_usage: int = 0
+    """Records newly set aside, because no bill could carry them."""
     late_usage: int = 0
+    """Records newly set aside, because they came too late."""
 
 
 @dataclass(slots=True)
@@ -75,16 +77,16 @@ async def store(session: AsyncSession, batch: Sequence[Incoming], now: float) ->
     rows = newest(row for part in parts.values() for row in part.rows)
     changed = await repository.put_windows(session, WINDOW_SECONDS, rows)
     await refusals.put(session, [one for part in parts.values() for one in part.refusals])
-    recorded = await ledger.record_from_replicas(session, [one for part in parts.values() for one in part.usage])
+    recorded = await ledger.record(session, [one for part in parts.values() for one in part.usage])
     result.usage, result.late_usage = recorded
-    await ledger.set_aside(session, [one for part in parts.values() for one in part.set_aside])
+    unfit = [one for part in parts.values() for one in part.set_aside]
+    result.refused_usage = await ledger.set_aside(session, unfit)
     await repository.touch(session, MINUTE_JOB, {aligned(start, 60) for start in changed})
     epoch = await tenants.policy_epoch(session)
 
     for i, report in enumerate(batch):
         result.outcomes.append(refused[i] if i in refused else _acknowledge(report, parts[i], epoch))
-    result.refused_usage = sum(len(part.set_aside) for part in parts.values())
-    result.refused_windows = sum(len(part.reasons) for part in parts.values()) - result.refused_usage
+    result.refused_windows = sum(len(part.reasons) for part in parts.values()) - len(unfit)
     return result
 
 

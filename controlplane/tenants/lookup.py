@@ -10,8 +10,7 @@ from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.errors import InvalidRequestError, NotFoundError
-from controlplane.paging import LARGEST, Cursor, decode
+from controlplane.errors import NotFoundError
 from controlplane.tenants import repository
 from controlplane.tenants.models import Principal, Project, Tenant
 
@@ -58,21 +57,3 @@ def no_principal(tenant: str, principal_id: UUID) -> NotFoundError:
 
 def no_key(key_id: str) -> NotFoundError:
     return NotFoundError(f"there is no API key {key_id[:11]}", code="key_not_found", param="key_id")
-
-
-def check_limit(limit: int) -> int:
-    """`limit`, when a page may be so long. Raises InvalidRequestError."""
-    if not 1 <= limit <= LARGEST:
-        raise InvalidRequestError(f"limit must lie between 1 and {LARGEST}", param="limit")
-    return limit
-
-
-def uuid_cursor(after: str | None) -> Cursor | None:
-    """The cursor of a list whose rows have UUIDs. Raises InvalidRequestError."""
-    cursor = decode(after)
-    if cursor is not None:
-        try:
-            UUID(cursor.id)
-        except ValueError:
-            raise InvalidRequestError("the cursor is not one of this list", param="after") from None
-    return cursor

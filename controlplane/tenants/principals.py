@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
 from controlplane.idempotency import check_repeat
-from controlplane.paging import Cursor, Page, page
+from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.tenants import repository
-from controlplane.tenants.lookup import check_limit, no_principal, principal_of, tenant_of, uuid_cursor
+from controlplane.tenants.lookup import no_principal, principal_of, tenant_of
 from controlplane.tenants.schemas import PrincipalKind, PrincipalPatch, PrincipalRole, PrincipalView
 from controlplane.tenants.service import asked_of, changes_of
 from controlplane.tenants.validation import check_principal
@@ -56,9 +56,9 @@ async def list_principals(
     session: AsyncSession, tenant_slug: str, *, name: str | None = None, after: str | None = None, limit: int = 50
 ) -> Page[PrincipalView]:
     """A tenant's principals, oldest first, or the one named `name`. Two queries. Raises NotFoundError."""
-    limit = check_limit(limit)
+    limit = checked(limit)
     tenant = await tenant_of(session, tenant_slug)
-    rows = await repository.principals(session, tenant.id, name=name, after=uuid_cursor(after), limit=limit)
+    rows = await repository.principals(session, tenant.id, name=name, after=decode_uuid(after), limit=limit)
     return page(
         rows, limit, lambda row: principal_view(row, tenant.slug), lambda row: Cursor(row.created_at, str(row.id))
     )

@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
 from controlplane.idempotency import check_repeat
-from controlplane.paging import Cursor, Page, page
+from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.tenants import repository
-from controlplane.tenants.lookup import check_limit, no_project, project_of, tenant_of, uuid_cursor
+from controlplane.tenants.lookup import no_project, project_of, tenant_of
 from controlplane.tenants.schemas import DEFAULT_PROJECT, ProjectPatch, ProjectView
 from controlplane.tenants.service import asked_of, changes_of, columns
 from controlplane.tenants.validation import check_fields
@@ -63,9 +63,9 @@ async def list_projects(
     session: AsyncSession, tenant_slug: str, *, after: str | None = None, limit: int = 50
 ) -> Page[ProjectView]:
     """A tenant's projects, oldest first: "default" leads. Two queries. Raises NotFoundError."""
-    limit = check_limit(limit)
+    limit = checked(limit)
     tenant = await tenant_of(session, tenant_slug)
-    rows = await repository.projects(session, tenant.id, after=uuid_cursor(after), limit=limit)
+    rows = await repository.projects(session, tenant.id, after=decode_uuid(after), limit=limit)
     return page(
         rows, limit, lambda row: project_view(row, tenant.slug), lambda row: Cursor(row.created_at, str(row.id))
     )

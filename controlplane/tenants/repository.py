@@ -16,6 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.paging import Cursor
 from controlplane.tenants.models import ApiKey, PolicyState, Principal, Project, Tenant
 
+Key = tuple[datetime, UUID]
+
 
 async def add_tenant(session: AsyncSession, **values: Any) -> Tenant | None:
     """None when the slug or the idempotency key is taken."""
@@ -39,7 +41,7 @@ async def project_by_idempotency_key(session: AsyncSession, tenant_id: UUID, key
     return found.one_or_none()
 
 
-async def projects(session: AsyncSession, tenant_id: UUID, *, after: Cursor | None, limit: int) -> list[Project]:
+async def projects(session: AsyncSession, tenant_id: UUID, *, after: Key | None, limit: int) -> list[Project]:
     query = (
         select(Project)
         .where(Project.tenant_id == tenant_id)
@@ -48,7 +50,7 @@ async def projects(session: AsyncSession, tenant_id: UUID, *, after: Cursor | No
         .execution_options(populate_existing=True)
     )
     if after is not None:
-        query = query.where(tuple_(Project.created_at, Project.id) > tuple_(after.at, UUID(after.id)))
+        query = query.where(tuple_(Project.created_at, Project.id) > tuple_(*after))
     return list(await session.scalars(query))
 
 
@@ -85,7 +87,7 @@ async def principal_by_idempotency_key(session: AsyncSession, tenant_id: UUID, k
 
 
 async def principals(
-    session: AsyncSession, tenant_id: UUID, *, name: str | None, after: Cursor | None, limit: int
+    session: AsyncSession, tenant_id: UUID, *, name: str | None, after: Key | None, limit: int
 ) -> list[Principal]:
     query = (
         select(Principal)
@@ -97,7 +99,7 @@ async def principals(
     if name is not None:
         query = query.where(Principal.name == name)
     if after is not None:
-        query = query.where(tuple_(Principal.created_at, Principal.id) > tuple_(after.at, UUID(after.id)))
+        query = query.where(tuple_(Principal.created_at, Principal.id) > tuple_(*after))
     return list(await session.scalars(query))
 
 
@@ -123,10 +125,10 @@ async def tenant_by_idempotency_key(session: AsyncSession, key: str) -> Tenant |
     return (await session.scalars(select(Tenant).where(Tenant.idempotency_key == key))).one_or_none()
 
 
-async def tenants(session: AsyncSession, *, after: Cursor | None, limit: int) -> list[Tenant]:
+async def tenants(session: AsyncSession, *, after: Key | None, limit: int) -> list[Tenant]:
     query = select(Tenant).order_by(Tenant.created_at, Tenant.id).limit(limit + 1)
     if after is not None:
-        query = query.where(tuple_(Tenant.created_at, Tenant.id) > tuple_(after.at, UUID(after.id)))
+        query = query.where(tuple_(Tenant.created_at, Tenant.id) > tuple_(*after))
     return list(await session.scalars(query))
 
 

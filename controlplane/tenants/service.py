@@ -18,18 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.errors import ConflictError
 from controlplane.idempotency import check_repeat
-from controlplane.paging import Cursor, Page, decode, page
+from controlplane.paging import Cursor, Page, checked, decode, decode_uuid, page
 from controlplane.tenants import keys as api_keys
 from controlplane.tenants import repository
-from controlplane.tenants.lookup import (
-    check_limit,
-    no_key,
-    no_tenant,
-    principal_of,
-    project_of,
-    tenant_of,
-    uuid_cursor,
-)
+from controlplane.tenants.lookup import no_key, no_tenant, principal_of, project_of, tenant_of
 from controlplane.tenants.models import ApiKey, Principal
 from controlplane.tenants.schemas import (
     DEFAULT_GRACE_S,
@@ -96,8 +88,8 @@ async def create_tenant(
 
 async def list_tenants(session: AsyncSession, *, after: str | None = None, limit: int = 50) -> Page[TenantView]:
     """Tenants, oldest first. One query."""
-    limit = check_limit(limit)
-    rows = await repository.tenants(session, after=uuid_cursor(after), limit=limit)
+    limit = checked(limit)
+    rows = await repository.tenants(session, after=decode_uuid(after), limit=limit)
     return page(rows, limit, tenant_view, lambda row: Cursor(row.created_at, str(row.id)))
 
 
@@ -232,7 +224,7 @@ async def list_keys(
     session: AsyncSession, tenant_slug: str, *, after: str | None = None, limit: int = 50
 ) -> Page[KeyView]:
     """A tenant's keys, oldest first, revoked ones too. Two queries. Raises NotFoundError."""
-    limit = check_limit(limit)
+    limit = checked(limit)
     tenant = await tenant_of(session, tenant_slug)
     rows = await repository.keys(session, tenant.id, after=decode(after), limit=limit)
     return page(rows, limit, _view, lambda row: Cursor(row.key.created_at, row.key.key_id))

@@ -151,7 +151,7 @@ async def seeded(session: AsyncSession, tenant: str) -> Rows:
             start=int(now) // 10 * 10 - 20 - 10 * number, series=[series(tenant, counters(), replica="r1")]
         )
         await store(session, [gateway_report([window], gateway=f"{word}-{number}")], now)
-        assert await ledger.record(session, [record]) == [record]
+        assert (await ledger.record(session, [record])).stored == [record]
         rows.traces |= await _logged(session, tenant, f"{word}-logged-{number}")
     await seed_quotas(session, tenant, rows)
     await change_tenant(session, tenant, TenantPatch(weight=2.0))  # a second change in the policy's history

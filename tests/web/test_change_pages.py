@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from controlplane.db import transaction
 from controlplane.tenants import projects, service
 from controlplane.tenants.schemas import ProjectView, TenantPatch, TenantView
-from tests.conftest import make_settings
-from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.controlplane.clients import Deployment, csrf_of, log_in
 from tests.factories.rows import make_tenant
-from tests.services import Databases
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATHS = ("/tenants/acme/change", "/tenants/acme/projects/default/change")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(
-    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Deployment]:
-    """One control plane for this file; a test changes only what it made itself."""
-    url = postgres.create("changepages", template=migrated_template)
-    home = tmp_path_factory.mktemp("home")
-    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
-        yield running
-    postgres.drop(url)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployed(shared: Deployment) -> Deployment:
-    shared.client.cookies.clear()
-    await shared.app.state.resources.redis.flushdb()
-    return shared
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def operator(deployed: Deployment) -> Deployment:
-    await log_in(deployed, deployed.operator_email)
-    return deployed
 
 
 async def made(deployed: Deployment, **fields: Any) -> TenantView:

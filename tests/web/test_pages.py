@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
 import pytest
-import pytest_asyncio
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,11 +22,9 @@ from controlplane.tenants import principals, projects
 from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PrincipalRole, Scope, TenantPatch
 from dataplane.protocol import ReplicaState
-from tests.conftest import make_settings
-from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.controlplane.clients import Deployment, csrf_of
 from tests.controlplane.telemetry.reports import report
 from tests.factories.rows import PASSWORD, make_key, make_principal, make_tenant
-from tests.services import Databases
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,38 +39,6 @@ FRAGMENTS = {
     "/tenants/acme/principals": "principal-list",
 }
 HTMX = {"hx-request": "true"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(
-    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Deployment]:
-    """One control plane for this file; a test changes only what it made itself."""
-    url = postgres.create("pages", template=migrated_template)
-    home = tmp_path_factory.mktemp("home")
-    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
-        yield running
-    postgres.drop(url)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def deployed(shared: Deployment) -> Deployment:
-    """Nobody is logged in, and no earlier test's tries count."""
-    shared.client.cookies.clear()
-    await shared.app.state.resources.redis.flushdb()
-    return shared
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def operator(deployed: Deployment) -> Deployment:
-    await log_in(deployed, deployed.operator_email)
-    return deployed
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def viewer(deployed: Deployment) -> Deployment:
-    await log_in(deployed, deployed.viewer_email)
-    return deployed
 
 
 _counting: ContextVar[bool] = ContextVar("counting", default=False)

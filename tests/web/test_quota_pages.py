@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
-import pytest_asyncio
 from sqlalchemy import event
 
 from controlplane.db import transaction
@@ -16,36 +14,14 @@ from controlplane.quotas import price_service, request_service, service
 from controlplane.quotas.schemas import Away, QuotaKind
 from controlplane.quotas.views import QuotaRequestSpec, QuotaSpec, QuotaView, RequestState
 from controlplane.slo import service as slo_service
-from tests.conftest import make_settings
-from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.controlplane.clients import Deployment, csrf_of
 from tests.factories.rows import make_tenant
-from tests.services import Databases
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DAY = QuotaSpec(kind=QuotaKind.TOKENS_PER_DAY, hard=1_234_567)
 HTMX = {"hx-request": "true"}
 TOMORROW = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y-%m-%dT%H:%M")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(
-    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Deployment]:
-    """One control plane for this file; a test changes only what it made itself."""
-    url = postgres.create("quotapages", template=migrated_template)
-    home = tmp_path_factory.mktemp("home")
-    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
-        yield running
-    postgres.drop(url)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def operator(shared: Deployment) -> Deployment:
-    shared.client.cookies.clear()
-    await shared.app.state.resources.redis.flushdb()
-    await log_in(shared, shared.operator_email)
-    return shared
 
 
 async def made(deployed: Deployment, spec: QuotaSpec = DAY) -> QuotaView:

@@ -7,7 +7,6 @@ import io
 import random
 import re
 import time
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 
 import pytest
@@ -19,12 +18,10 @@ from controlplane.db import transaction
 from controlplane.ledger import service as ledger
 from controlplane.telemetry.intake import store
 from dataplane.protocol import UsageBasis, UsageRecord
-from tests.conftest import make_settings
-from tests.controlplane.clients import Deployment, deployment, log_in
+from tests.controlplane.clients import Deployment
 from tests.controlplane.ledger.test_sums import price, set_prices
 from tests.controlplane.telemetry.reports import gateway_report, usage
 from tests.factories.rows import make_tenant
-from tests.services import Databases
 from tests.web.test_pages import counted_queries
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,27 +32,14 @@ USED = ("attempts", "uncached", "cached", "output", "cost")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(
-    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Deployment]:
-    url = postgres.create("usagepages", template=migrated_template)
-    home = tmp_path_factory.mktemp("home")
-    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
-        async with transaction(running.app.state.resources.engine) as session:
-            for slug in ("globex", "empty"):
-                await make_tenant(session, slug)
-            await set_prices(session, [price(uncached_input=3_000_000, output=7_000_000, since=1.0, until=NOW - 100)])
-            await set_prices(session, [price("large", uncached_input=1, device_second=2_500_000, since=NOW - 50)])
-            await ledger.record(session, attempts())
-        yield running
-    postgres.drop(url)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def operator(shared: Deployment) -> Deployment:
-    shared.client.cookies.clear()
-    await shared.app.state.resources.redis.flushdb()
-    await log_in(shared, shared.operator_email)
+async def shared(shared: Deployment) -> Deployment:
+    """With prices that changed, and what was used before and after."""
+    async with transaction(shared.app.state.resources.engine) as session:
+        for slug in ("globex", "empty"):
+            await make_tenant(session, slug)
+        await set_prices(session, [price(uncached_input=3_000_000, output=7_000_000, since=1.0, until=NOW - 100)])
+        await set_prices(session, [price("large", uncached_input=1, device_second=2_500_000, since=NOW - 50)])
+        await ledger.record(session, attempts())
     return shared
 
 

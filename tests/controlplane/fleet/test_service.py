@@ -19,7 +19,7 @@ from controlplane.fleet import service
 from controlplane.fleet.live import LoadPublisher
 from controlplane.fleet.liveness import Limits
 from controlplane.fleet.models import ReplicaEvent
-from controlplane.fleet.schemas import LOAD_CHANNEL, ReplicaLoad
+from controlplane.fleet.schemas import LOAD_CHANNEL, PoolPatch, ReplicaLoad
 from controlplane.fleet.watcher import Watcher
 from dataplane.protocol import Gauges, ReplicaState
 from tests.controlplane.telemetry.reports import BOOT, MODEL, POOL, report
@@ -70,6 +70,25 @@ async def test_a_replica_appears_with_its_first_report_and_only_in_a_known_pool(
         ("r1", POOL, ReplicaState.READY, BOOT)
     ]
     assert [(pool.name, pool.model, pool.backend) for pool in fleet.pools] == [(POOL, MODEL, "native")]
+
+
+async def test_two_who_size_a_pool_at_once_do_not_undo_each_other(committed_engine: AsyncEngine) -> None:
+    async with transaction(committed_engine) as session:
+        await service.ensure_pool(session, POOL, MODEL)
+
+    async def size(patch: PoolPatch) -> None:
+        async with transaction(committed_engine) as session:
+            await service.set_pool_size(session, POOL, patch)
+
+    async with transaction(committed_engine) as session:
+        await service.set_pool_size(session, POOL, PoolPatch(replica_slots=16))
+        other = asyncio.create_task(size(PoolPatch(replica_tokens=4096)))
+        done, _ = await asyncio.wait({other}, timeout=0.5)
+        assert not done, "it waits for the first"
+    await other
+    async with transaction(committed_engine) as session:
+        (pool,) = await service.list_pools(session)
+    assert (pool.replica_slots, pool.replica_tokens) == (16, 4096)
 
 
 async def test_f28_an_older_boot_or_sequence_never_overwrites(session: AsyncSession) -> None:

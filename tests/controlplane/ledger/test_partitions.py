@@ -51,7 +51,7 @@ async def value(engine: AsyncEngine, query: str) -> int:
 
 async def record(engine: AsyncEngine, *records: object) -> int:
     async with transaction(engine) as session:
-        return len(await service.record(session, records))  # type: ignore[arg-type]
+        return len((await service.record(session, records)).stored)  # type: ignore[arg-type]
 
 
 async def test_f38_two_ingesters_with_different_ends_of_the_same_attempts_bill_each_once(
@@ -169,7 +169,7 @@ async def test_claims_go_only_when_nothing_late_can_come_any_more(session: Async
     )
     assert await service.forget_claims(session, limit=100) == 1
     assert await service.forget_claims(session, limit=100) == 0
-    assert await service.record(session, [usage("new")]) == []
+    assert await service.record(session, [usage("new")]) == ([], 0)
 
 
 def test_a_record_from_beyond_that_time_is_refused() -> None:
@@ -217,7 +217,7 @@ async def test_rows_of_before_are_moved_claimed_and_summed(postgres: Databases, 
         assert await session.scalar(text("SELECT count(*) FROM usage_ledger_default")) == 0
         assert await session.scalar(text("SELECT count(*) FROM usage_daily")) > 50
         assert await service.check_sums(session, date(2023, 11, 1), date(2023, 12, 1)) == []
-        assert await service.record(session, records) == [], "what was billed before is not billed again"
+        assert await service.record(session, records) == ([], 0), "what was billed before is not billed again"
     await engine.dispose()
     command.downgrade(alembic_config(url), "0003")
     with psycopg.connect(url.reveal()) as connection:

@@ -49,8 +49,8 @@ def some_usage(rng: random.Random, number: int) -> list[UsageRecord]:
 
 async def test_an_attempt_is_stored_once_and_the_first_record_wins(session: AsyncSession) -> None:
     first, repeat = usage("same", output_tokens=5), usage("same", output_tokens=900)
-    assert await service.record(session, [first, repeat]) == [first]
-    assert await service.record(session, [repeat]) == []
+    assert await service.record(session, [first, repeat]) == ([first], 0)
+    assert await service.record(session, [repeat]) == ([], 0)
     page = await service.usage_page(session)
     assert [(line.attempt_id, line.output_tokens, line.basis) for line in page.items] == [
         ("same", 5, UsageBasis.ENGINE)
@@ -62,7 +62,7 @@ async def test_concurrent_reports_of_the_same_attempts_store_each_once(committed
 
     async def store(order: list[UsageRecord]) -> int:
         async with transaction(committed_engine) as session:
-            return len(await service.record(session, order))
+            return len((await service.record(session, order)).stored)
 
     orders = [random.Random(seed).sample(records, len(records)) for seed in range(4)]
     assert sum(await asyncio.gather(*(store(order) for order in orders))) == 50

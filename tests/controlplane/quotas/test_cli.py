@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -10,36 +9,25 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.accounts import service as accounts
-from controlplane.accounts.schemas import Role
 from controlplane.cli import main
-from controlplane.db import create_engine, transaction
 from controlplane.settings import Settings
-from tests.controlplane.test_serve import serving
+from tests.controlplane.pointed import pointed
 from tests.factories.rows import make_key, make_tenant
 
 SOON = f"{datetime.now(UTC) + timedelta(days=9):%Y-%m-%d}"
-TOKEN = "operator-token-of-this-test"
 
 
 @pytest.fixture
 def key(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A control plane with the tenant acme, an environment that points at it as operator; a key of acme."""
 
-    async def seed() -> str:
-        engine = create_engine(settings, pooled=False)
-        async with transaction(engine) as session:
-            await accounts.ensure_api_token(session, "operator", TOKEN, Role.OPERATOR)
-            await make_tenant(session, "acme")
-            made = (await make_key(session, "acme")).view.key_id
-        await engine.dispose()
-        return made
+    async def seed(session: AsyncSession) -> str:
+        await make_tenant(session, "acme")
+        return (await make_key(session, "acme")).view.key_id
 
-    made = asyncio.run(seed())
-    with serving("control", settings) as (_, port):
-        monkeypatch.setenv("TIDEGATE_CONTROL_URL", f"http://127.0.0.1:{port}")
-        monkeypatch.setenv("TIDEGATE_ADMIN_TOKEN", TOKEN)
+    with pointed(settings, monkeypatch, seed) as made:
         yield made
 
 

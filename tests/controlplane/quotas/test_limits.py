@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controlplane.quotas.limits import LimitIndex, effective, falls, lasting, limits_for, next_change
+from controlplane.quotas.limits import LimitIndex, effective, falls, lasting, limits_for, lowest, next_change
 from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel, Raise, TenantQuotas
 
 
@@ -63,6 +63,8 @@ def test_a_raise_holds_from_its_start_until_before_its_end_and_several_add_up() 
     assert lasting(raised, 160, 170) == (20, 22)
     assert lasting(raised, 160, 250) == (20, 17)
     assert lasting(raised, 160, 400) == (20, 10)
+    spans = ((0, 120), (120, 160), (120, 250), (160, 200), (160, 250), (160, 400), (400, 900))
+    assert [lowest(raised, *span) for span in spans] == [10, 15, 15, 22, 17, 10, 10]
     assert [next_change([raised], now) for now in (0, 100, 250, 300)] == [100.0, 150.0, 300.0, None]
 
 
@@ -70,3 +72,4 @@ def test_a_side_that_is_not_set_is_not_raised_into_being() -> None:
     raises = (Raise(amount=5, starts_at=0.0, expires_at=9.0),)
     assert effective(limit("x", QuotaLevel.TENANT, "t", raises=raises), 1.0) == (None, 15)
     assert effective(limit("x", QuotaLevel.TENANT, "t", hard=None, soft=3, raises=raises), 1.0) == (8, None)
+    assert lowest(limit("x", QuotaLevel.TENANT, "t", hard=None, soft=3, raises=raises), 1.0, 2.0) is None

@@ -115,9 +115,11 @@ async def test_usage_that_is_on_no_bill_is_counted_by_cause(
         assert intake.registry.get_sample_value(REFUSED, {"source": "engine", "cause": cause}) == 0.0
     async with transaction(committed_engine) as session:
         await ledger.record_from_gateways(session, [usage("billed")])
-    ack = await intake.ingestor.submit(report(usage=[usage("billed"), usage("good"), usage("")]), 500)
+    told = report(usage=[usage("billed"), usage("good"), usage("")])
+    for _ in range(2):  # the first acknowledgement is lost, and the replica tells all of it again
+        ack = await intake.ingestor.submit(told, 500)
+        assert sorted(ack.usage_ids) == ["", "billed", "good"]
     running.cancel()
-    assert sorted(ack.usage_ids) == ["", "billed", "good"]
     assert intake.metric(REFUSED, source="engine", cause="unfit") == 1
     assert intake.metric(REFUSED, source="engine", cause="late") == 1
     assert await count(committed_engine, "usage_refused") == 2
