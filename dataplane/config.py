@@ -126,8 +126,8 @@ class EngineConfig:
             f"max_logprobs must be between 0 and the vocabulary's {model.shape.vocab}, got {self.max_logprobs}",
         )
         _require(
-            2 <= model.max_model_len <= model.shape.context,
-            f"max_model_len must be between 2 and the model's context of {model.shape.context}, "
+            2 <= model.max_model_len <= model.shape.longest,
+            f"max_model_len must be between 2 and the model's context of {model.shape.longest}, "
             f"got {model.max_model_len}",
         )
         _require(

@@ -57,7 +57,7 @@ def test_weights_and_steps_cost_what_the_formulas_say(tmp_path: Path) -> None:
         ({"rope_theta": -2.0}, "rope_theta -2.0"),
         ({"hidden_size": "many"}, "damaged"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling yarn is not supported"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope scaling spiral is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
     ],
 )

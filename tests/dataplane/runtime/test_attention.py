@@ -67,7 +67,8 @@ def test_mixed_steps_equal_whole_attention(seed: int) -> None:
                 store.write(layer, slots, k[: new.computed], v[: new.computed])
         q = torch.randn(len(step.positions), HEADS, DIM, generator=generator)
         fresh = [[history[name][part][-tokens[name] :] for name in step.request_ids] for part in (0, 1)]
-        out = attention.run(layer, q, torch.cat(fresh[0]), torch.cat(fresh[1]))
+        flat = [tensor.flatten(1) for tensor in (q, torch.cat(fresh[0]), torch.cat(fresh[1]))]
+        out = attention.run(layer, *flat, scale=DIM**-0.5)
         at = 0
         for name in step.request_ids:
             count = tokens[name]
