@@ -241,7 +241,10 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """`chat_template.jinja` if there is one, else the one named default in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]

@@ -131,7 +131,7 @@ def _windows(config: dict[str, Any], family: str, layers: int, folder: Path) -> 
     if unknown:
         raise CheckpointError(f"{folder.name}: layers of type {', '.join(sorted(unknown))} are not supported")
     windows = tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else ()
+    return windows if "sliding_attention" in kinds else ()
 
 
 def _kind(config: dict[str, Any], family: str, layer: int) -> str:

@@ -99,7 +99,8 @@ class ModelShape:
         wrong = []
         if self.turned < 2 or self.turned > self.head_dim or self.turned % 2:
             wrong.append(f"{self.turned} of {self.head_dim} columns of a head that turn")
-        if self.windows and (len(self.windows) != self.layers or min(w or 1 for w in self.windows) < 1):
+        sizes = [size for size in self.windows if size is not None]
+        if self.windows and (len(self.windows) != self.layers or min(sizes, default=1) < 1):
             wrong.append(f"the windows {self.windows} of {self.layers} layers")
         if self.local_rope_theta is not None and not 1 < self.local_rope_theta < math.inf:
             wrong.append(f"local_rope_theta {self.local_rope_theta}")
