@@ -10,7 +10,7 @@ columns that may share memory with what was split. FLOPs and bytes are those of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
@@ -39,8 +39,18 @@ class Attention(Protocol):
         """
 
 
+class Turn(NamedTuple):
+    """How far the heads of each token turn, made once a step by `turn`; only `rotate` looks inside.
+
+    cos and sin are [T, 1, r], sin of the first half negated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
 def embed(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows `ids` [T] of a table [n, width] → [T, width]. Also how cos and sin are looked up by position."""
+    """Rows `ids` [T] of a table [n, width] → [T, width]."""
     return F.embedding(ids, table)
 
 
@@ -51,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Ranges of columns, as wide as `sizes` says, left to right; together they are all of x."""
-    return x.split_with_sizes(list(sizes), -1)
+    return torch.split_with_sizes(x, sizes, -1)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -86,17 +96,23 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
-    """Turn the first r columns of each head of x [T, n · head_dim] by its position (Su et al. 2021, §3.2).
+def turn(positions: Tensor, cos: Tensor, sin: Tensor) -> Turn:
+    """The angles of tokens at `positions` [T], from tables of cos and sin [n, r] whose halves are alike."""
+    first, second = F.embedding(positions, sin).unsqueeze(1).chunk(2, dim=-1)
+    return Turn(F.embedding(positions, cos).unsqueeze(1), torch.cat((-first, second), dim=-1))
 
-    cos and sin are [T, r], both halves alike; pairs are columns (i, i + r/2). Columns from r on stay as they are.
+
+def rotate(x: Tensor, by: Turn, head_dim: int) -> Tensor:
+    """Turn the first r columns of each head of x [T, n · head_dim] (Su et al. 2021, §3.2).
+
+    Columns i and i + r/2 are a pair: (a, b) → (a · cos − b · sin, b · cos + a · sin). Columns from r on stay as they
+    are.
     """
     heads = x.view(x.shape[0], -1, head_dim)
-    turned = cos.shape[-1]
+    turned = by.cos.shape[-1]
     part = heads if turned == head_dim else heads[..., :turned]
-    half = turned // 2
-    swapped = torch.cat((-part[..., half:], part[..., :half]), dim=-1)
-    out = torch.addcmul(part * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
+    left, right = part.chunk(2, dim=-1)
+    out = torch.addcmul(part * by.cos, torch.cat((right, left), dim=-1), by.sin)
     if turned < head_dim:
         out = torch.cat((out, heads[..., turned:]), dim=-1)
     return out.flatten(1)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from dataplane.kernels import ops
-from dataplane.kernels.ops import Attention
+from dataplane.kernels.ops import Attention, Turn
 from dataplane.models.layers import Decoder, NormedAttention, RMSNorm, SelfAttention, SwiGLU, Weights, under
 from dataplane.models.llama import LlamaLayer
 from dataplane.models.rope import RotaryEmbedding
@@ -35,9 +35,9 @@ class Gemma(Decoder):
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         x = ops.scale(ops.embed(token_ids, self.embedding), self.shape.hidden**0.5)
-        cos, sin = self.rotary.at(positions)
+        turn = self.rotary.at(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
+            x = layer(x, turn, attention)
         return self.norm(x)  # type: ignore[no-any-return]
 
 
@@ -55,8 +55,8 @@ class Gemma2Layer(nn.Module):
         self.mlp = GeGLU(shape)
         self.after_mlp = RMSNorm(shape.hidden, shape.rms_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        x = ops.add(x, self.after_attention(self.attention(self.before_attention(x), cos, sin, attention)))
+    def forward(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
+        x = ops.add(x, self.after_attention(self.attention(self.before_attention(x), turn, attention)))
         return ops.add(x, self.after_mlp(self.mlp(self.before_mlp(x))))
 
     def weights(self) -> Weights:
@@ -94,5 +94,5 @@ class Gemma3(Gemma2):
         x = ops.scale(ops.embed(token_ids, self.embedding), self.shape.hidden**0.5)
         everywhere, nearby = self.rotary.at(positions), self.local_rotary.at(positions)
         for layer, is_local in zip(self.layers, self.is_local, strict=True):
-            x = layer(x, *(nearby if is_local else everywhere), attention)
+            x = layer(x, nearby if is_local else everywhere, attention)
         return self.norm(x)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataplane.kernels import ops
-from dataplane.kernels.ops import Attention
+from dataplane.kernels.ops import Attention, Turn
 from dataplane.models.rope import RotaryEmbedding
 from dataplane.models.shape import ModelShape
 
@@ -93,9 +93,9 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(shape.hidden, self.q_size + 2 * self.kv_size, bias=shape.attention_bias)
         self.out = Linear(self.q_size, shape.hidden, bias=shape.output_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
         qk, v = ops.split(self.qkv(x), (self.q_size + self.kv_size, self.kv_size))
-        q, k = ops.split(ops.rotate(qk, cos, sin, self.head_dim), (self.q_size, self.kv_size))
+        q, k = ops.split(ops.rotate(qk, turn, self.head_dim), (self.q_size, self.kv_size))
         return self.out(self.attend(attention, q, k, v))  # type: ignore[no-any-return]
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ class NormedAttention(SelfAttention):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
         q, k, v = ops.split(self.qkv(x), (self.q_size, self.kv_size, self.kv_size))
-        q = ops.rotate(self.q_norm(q), cos, sin, self.head_dim)
-        k = ops.rotate(self.k_norm(k), cos, sin, self.head_dim)
+        q = ops.rotate(self.q_norm(q), turn, self.head_dim)
+        k = ops.rotate(self.k_norm(k), turn, self.head_dim)
         return self.out(self.attend(attention, q, k, v))  # type: ignore[no-any-return]
 
     def weights(self) -> Weights:
@@ -144,8 +144,8 @@ class SwiGLU(nn.Module):
 class DecoderLayer(Protocol):
     """One layer of the residual stream."""
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """x [T, hidden] → [T, hidden]; cos and sin [T, r] are those of the tokens' positions."""
+    def __call__(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
+        """x [T, hidden] → [T, hidden]; `turn` is that of the tokens' positions."""
 
     def weights(self) -> Weights:
         """Tensor name within the layer → the part that it fills."""
@@ -173,9 +173,9 @@ class Decoder(nn.Module):
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """token_ids and positions [T] → normalised hidden states [T, hidden]."""
         x = ops.embed(token_ids, self.embedding)
-        cos, sin = self.rotary.at(positions)
+        turn = self.rotary.at(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
+            x = layer(x, turn, attention)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

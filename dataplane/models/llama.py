@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from dataplane.kernels import ops
-from dataplane.kernels.ops import Attention
+from dataplane.kernels.ops import Attention, Turn
 from dataplane.models.layers import (
     Decoder,
     NormedAttention,
@@ -35,8 +35,8 @@ class LlamaLayer(nn.Module):
         self.post_norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.mlp = self.mlp_kind(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        x = ops.add(x, self.attention(self.input_norm(x), cos, sin, attention))
+    def forward(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
+        x = ops.add(x, self.attention(self.input_norm(x), turn, attention))
         return ops.add(x, self.mlp(self.post_norm(x)))
 
     def weights(self) -> Weights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dataplane.kernels import ops
-from dataplane.kernels.ops import Attention
+from dataplane.kernels.ops import Attention, Turn
 from dataplane.models.layers import (
     Decoder,
     LayerNorm,
@@ -50,9 +50,9 @@ class PhiLayer(nn.Module):
         self.attention = PhiAttention(shape, layer)
         self.mlp = PhiMLP(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
         normed = self.norm(x)
-        both = ops.add(self.attention(normed, cos, sin, attention), self.mlp(normed))
+        both = ops.add(self.attention(normed, turn, attention), self.mlp(normed))
         return ops.add(x, both)
 
     def weights(self) -> Weights:

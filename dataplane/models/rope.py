@@ -78,7 +78,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cos and sin [positions, r], looked up once a step and applied in every layer.
+    """Tables of cos and sin [positions, r], halves alike, looked up once a step and applied in every layer.
 
     `local` makes those of layers with a window, which have a base of their own and no scaling.
     """
@@ -98,6 +98,6 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos() * factor, persistent=False)
         self.register_buffer("sin", angles.sin() * factor, persistent=False)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, r] for positions [T]."""
-        return ops.embed(positions, self.cos), ops.embed(positions, self.sin)
+    def at(self, positions: Tensor) -> ops.Turn:
+        """The angles of tokens at `positions` [T]."""
+        return ops.turn(positions, self.cos, self.sin)

@@ -7,7 +7,7 @@ It writes the step's keys and values before it reads any, so requests of one ste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -180,8 +180,7 @@ class TorchStep:
         return out.view(kv_heads, self._share, count, dim).permute(2, 0, 1, 3).reshape(count, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """softmax(cap(scale · q · kᵀ) + mask) · v."""
 
     scale: float
