@@ -10,14 +10,16 @@ import msgspec
 from litestar import Controller, Router, delete, get, patch, post
 from litestar.datastructures import State
 from litestar.di import NamedDependency, Provide
-from litestar.params import FromPath, JSONBody
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from controlplane.accounts import service
 from controlplane.accounts.passwords import Passwords
 from controlplane.accounts.schemas import ApiTokenView, Principal, Role, UserPatch, UserView
+from controlplane.paging import LARGEST, Page
 
 BODY_LIMIT = 64 * 1024
+Limit = Annotated[int, QueryParameter(ge=1, le=LARGEST, description="rows in this page")]
 
 
 class ApiTokenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,9 +57,11 @@ class UserController(Controller):
     tags = ["accounts"]  # noqa: RUF012 - the framework's own attribute
     request_max_body_size = BODY_LIMIT
 
-    @get(operation_id="listUsers", summary="List users")
-    async def list_users(self, session: NamedDependency[AsyncSession]) -> list[UserView]:
-        return await service.list_users(session)
+    @get(operation_id="listUsers", summary="List users, oldest first")
+    async def list_users(
+        self, session: NamedDependency[AsyncSession], after: FromQuery[str | None] = None, limit: Limit = 50
+    ) -> Page[UserView]:
+        return await service.list_users(session, after=after, limit=limit)
 
     @post(operation_id="createUser", summary="Create a user")
     async def create_user(
@@ -85,9 +89,11 @@ class ApiTokenController(Controller):
     tags = ["accounts"]  # noqa: RUF012 - the framework's own attribute
     request_max_body_size = BODY_LIMIT
 
-    @get(operation_id="listApiTokens", summary="List admin tokens")
-    async def list_tokens(self, session: NamedDependency[AsyncSession]) -> list[ApiTokenView]:
-        return await service.list_api_tokens(session)
+    @get(operation_id="listApiTokens", summary="List admin tokens, oldest first")
+    async def list_tokens(
+        self, session: NamedDependency[AsyncSession], after: FromQuery[str | None] = None, limit: Limit = 50
+    ) -> Page[ApiTokenView]:
+        return await service.list_api_tokens(session, after=after, limit=limit)
 
     @post(operation_id="createApiToken", summary="Create an admin token; its text is shown once")
     async def create_token(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -26,8 +26,12 @@ async def add_user(session: AsyncSession, *, email: str, password_hash: str, rol
     return added.one_or_none()
 
 
-async def users(session: AsyncSession, limit: int) -> list[User]:
-    return list(await session.scalars(select(User).order_by(User.created_at, User.id).limit(limit)))
+async def users(session: AsyncSession, *, after: tuple[datetime, UUID] | None, limit: int) -> list[User]:
+    """Oldest first, one more than `limit` where there are more."""
+    query = select(User).order_by(User.created_at, User.id).limit(limit + 1)
+    if after is not None:
+        query = query.where(tuple_(User.created_at, User.id) > tuple_(*after))
+    return list(await session.scalars(query))
 
 
 async def lock_user_and_operators(session: AsyncSession, user_id: UUID) -> list[User]:
@@ -121,8 +125,12 @@ async def add_api_token(
     return added.one_or_none()
 
 
-async def api_tokens(session: AsyncSession, limit: int) -> list[ApiToken]:
-    return list(await session.scalars(select(ApiToken).order_by(ApiToken.created_at, ApiToken.id).limit(limit)))
+async def api_tokens(session: AsyncSession, *, after: tuple[datetime, UUID] | None, limit: int) -> list[ApiToken]:
+    """Oldest first, one more than `limit` where there are more."""
+    query = select(ApiToken).order_by(ApiToken.created_at, ApiToken.id).limit(limit + 1)
+    if after is not None:
+        query = query.where(tuple_(ApiToken.created_at, ApiToken.id) > tuple_(*after))
+    return list(await session.scalars(query))
 
 
 async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiToken | None:

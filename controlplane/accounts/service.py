@@ -15,7 +15,7 @@ and an unknown one costs the same work.
 from __future__ import annotations
 
 import logging
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -32,6 +32,7 @@ from controlplane.accounts.throttle import LoginThrottle
 from controlplane.component import Resources
 from controlplane.db import transaction
 from controlplane.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from controlplane.paging import Cursor, Page, checked, decode_uuid, page
 from controlplane.settings import Secret
 
 log = logging.getLogger("tidegate.accounts")
@@ -40,7 +41,6 @@ SESSION_LIFETIME = timedelta(hours=12)
 SESSION_IDLE = timedelta(hours=1)
 _TOUCH_AFTER = timedelta(minutes=1)
 _SHORTEST_PASSWORD = 12
-_MOST_ROWS = 200
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -150,9 +150,11 @@ async def create_user(
     return _user_view(added)
 
 
-async def list_users(session: AsyncSession) -> list[UserView]:
-    """All users, oldest first; there are few."""
-    return [_user_view(user) for user in await repository.users(session, _MOST_ROWS)]
+async def list_users(session: AsyncSession, *, after: str | None = None, limit: int = 50) -> Page[UserView]:
+    """Users, oldest first. One query."""
+    limit = checked(limit)
+    rows = await repository.users(session, after=decode_uuid(after), limit=limit)
+    return page(rows, limit, _user_view, lambda row: Cursor(row.created_at, str(row.id)))
 
 
 async def change_user(
@@ -215,7 +217,8 @@ async def ensure_api_token(session: AsyncSession, name: str, token: str, role: R
 async def create_api_token(
     session: AsyncSession, *, name: str, role: Role, expires_at: datetime | None = None
 ) -> tuple[Secret, ApiTokenView]:
-    """A new admin token, shown once. Raises ConflictError when the name is taken."""
+    """A new admin token, shown once. Raises InvalidRequestError, or ConflictError when the name is taken."""
+    _check_token(name, expires_at)
     token = tokens.mint_api_token()
     token_hash = tokens.digest(token.reveal())
     assert token_hash is not None
@@ -227,9 +230,11 @@ async def create_api_token(
     return token, _token_view(added)
 
 
-async def list_api_tokens(session: AsyncSession) -> list[ApiTokenView]:
-    """All admin tokens, oldest first; there are few."""
-    return [_token_view(token) for token in await repository.api_tokens(session, _MOST_ROWS)]
+async def list_api_tokens(session: AsyncSession, *, after: str | None = None, limit: int = 50) -> Page[ApiTokenView]:
+    """Admin tokens, oldest first, revoked ones too. One query."""
+    limit = checked(limit)
+    rows = await repository.api_tokens(session, after=decode_uuid(after), limit=limit)
+    return page(rows, limit, _token_view, lambda row: Cursor(row.created_at, str(row.id)))
 
 
 async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiTokenView:
@@ -243,6 +248,13 @@ async def revoke_api_token(session: AsyncSession, token_id: UUID) -> ApiTokenVie
 def _check_email(email: str) -> None:
     if not 3 <= len(email) <= 254 or "@" not in email.strip("@") or not email.isprintable():
         raise InvalidRequestError("the email must look like name@host", param="email")
+
+
+def _check_token(name: str, expires_at: datetime | None) -> None:
+    if not name.strip() or not name.isprintable():
+        raise InvalidRequestError("name must have printable characters alone, not only spaces", param="name")
+    if expires_at is not None and expires_at <= datetime.now(UTC):
+        raise InvalidRequestError("expires_at lies in the past", param="expires_at")
 
 
 def _check_password(password: str) -> None:

@@ -268,10 +268,17 @@ _TOKENS = frozenset(
 
 def ratelimit_headers(standings: Iterable[Standing]) -> dict[str, str]:
     """`x-ratelimit-{limit,remaining,reset}-{requests,tokens}` of the tightest limit of each; reset in whole seconds."""
-    headers = {}
-    hard = [one for one in standings if one.limit is not None]
-    for name, kinds in (("requests", _REQUESTS), ("tokens", _TOKENS)):
-        tightest = min((one for one in hard if one.kind in kinds), key=lambda one: one.remaining or 0, default=None)
+    requests: Standing | None = None
+    tokens: Standing | None = None
+    for one in standings:
+        if one.remaining is None:
+            continue
+        if one.kind in _REQUESTS:
+            requests = one if requests is None or one.remaining < (requests.remaining or 0) else requests
+        elif one.kind in _TOKENS:
+            tokens = one if tokens is None or one.remaining < (tokens.remaining or 0) else tokens
+    headers: dict[str, str] = {}
+    for name, tightest in (("requests", requests), ("tokens", tokens)):
         if tightest is not None:
             headers[f"x-ratelimit-limit-{name}"] = str(tightest.limit)
             headers[f"x-ratelimit-remaining-{name}"] = str(tightest.remaining)

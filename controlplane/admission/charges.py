@@ -46,6 +46,7 @@ COUNTERS = {
     QuotaKind.MONEY_PER_MONTH: Counter.CALENDAR,
 }
 DAILY = frozenset({QuotaKind.TOKENS_PER_DAY, QuotaKind.MONEY_PER_DAY})
+MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 SIZES = frozenset({QuotaKind.MAX_PROMPT_TOKENS, QuotaKind.MAX_OUTPUT_TOKENS})
 
 
@@ -62,6 +63,12 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     money: int = 0
 
     def __post_init__(self) -> None:
+        if not (0 <= self.uncached_input <= self.input <= MOST and 0 <= self.output <= MOST):
+            self._refuse()
+        if not (0 <= self.requests <= MOST and 0 <= self.money <= MOST):
+            self._refuse()
+
+    def _refuse(self) -> None:
         for name in self.__struct_fields__:
             if not 0 <= getattr(self, name) <= MOST:
                 raise ValueError(f"{name} must be from 0 to {MOST}")

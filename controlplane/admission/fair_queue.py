@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from controlplane.admission.bands import LINES, Lane
 from controlplane.admission.dispatch import Dispatcher, Waiting, part_of
-from controlplane.admission.patience import Patience
+from controlplane.admission.patience import Patience, slices_of
 from controlplane.admission.queue import DEAD_S, Grant, Rules, SharedQueue, Turn, TurnAnswer
 from dataplane.scheduling.vtc import TokenCharges
 
@@ -65,10 +65,10 @@ class TurnScript:
         source = files("controlplane.admission").joinpath("lua_dispatch/turn.lua").read_text("utf-8")
         self._script = redis.register_script(source)
         self._keys = keys_of(pool)
-        self._timeout_s = timeout_s
+        self._slices = slices_of(timeout_s)
 
     async def turn(self, message: Turn) -> TurnAnswer:
-        async with Patience(self._timeout_s):
+        async with Patience(self._slices):
             answer: bytes = await self._script(keys=self._keys, args=[msgspec.msgpack.encode(message)])
         return _ANSWER.decode(answer)
 
@@ -308,7 +308,7 @@ class FairQueue:
             self._settle(grant.request_id, grant, None)
         for request_id in dispatched.refused:
             self._settle(request_id, None, QueueFullError("the queue of this pool is full"))
-        if answer.lost or self._dispatcher.news:
+        if answer.lost or answer.reaping or self._dispatcher.news:
             self._wanted.set()
 
     def _effective_rules(self) -> Rules:

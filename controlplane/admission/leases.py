@@ -65,7 +65,7 @@ from controlplane.admission.charges import NOTHING, Charge, Use
 from controlplane.admission.circuit import Circuit
 from controlplane.admission.local import RETRY_S, LocalCounters, local_limit
 from controlplane.admission.outbox import EndedLease, Outbox
-from controlplane.admission.patience import Patience
+from controlplane.admission.patience import Patience, slices_of
 from controlplane.quotas.schemas import Away
 from controlplane.redis_pipe import ScriptPipe
 
@@ -151,6 +151,7 @@ class Leases:
         """How far this process's clock is ahead of the store's, as of the last lease taken."""
         self._lua = lua or scripts.register(store)
         self._deadline_s = deadline_s
+        self._slices = slices_of(deadline_s)
         self._ttl_s = ttl_s
         self._longest_s = longest_s
         self._wall = wall
@@ -294,9 +295,9 @@ class Leases:
         return Unavailable() if isinstance(answer, _Silence) else bool(answer[2])
 
     async def standings(
-        self, tenant_id: str, charges: Sequence[Charge]
+        self, tenant_id: str, charges: Sequence[Charge], on_doubted: Callable[[DoubtedCounter], None] = lambda _: None
     ) -> tuple[Standing, ...] | Cold | OutsideWindows | Unavailable:
-        """Where the limits of `charges` stand. Takes nothing."""
+        """Where the limits of `charges` stand. Takes nothing; `on_doubted` is told of counters that are in doubt."""
         looked = [msgspec.structs.replace(charge, amount=1) for charge in charges]
         words = [[[counter, amount, -1, *window] for counter, amount, _, *window in wire.charge_words(looked)]]
         answer = await self._ask("peek", tenant_id, charges, words)
@@ -307,7 +308,9 @@ class Leases:
                 outcome = wire.obstacle(tenant_id, charges, ["cold", 0, now, cold])
                 assert isinstance(outcome, Cold)
                 return outcome
-            case ["standings", _, _, standings, _]:
+            case ["standings", _, now, standings, _]:
+                for one in wire.doubted(charges, standings, now):
+                    on_doubted(one)
                 return wire.standings(charges, standings)
             case _:
                 return OutsideWindows(now=answer[1] / wire.SECOND_US)
@@ -351,8 +354,9 @@ class Leases:
             self.tally.not_asked += 1
             return _Silence.NOT_ASKED
         try:
-            async with Patience(self._deadline_s):
+            async with Patience(self._slices):
                 packed = await self._lua[name](keys=wire.keys(tenant_id, counters), args=[wire.encode(words)])
+            answer = wire.decode(packed)
         except _AWAY:
             return self._unanswered()
         except ResponseError as error:
@@ -360,10 +364,12 @@ class Leases:
                 return self._unanswered()
             self._circuit.abandoned()
             raise
+        except msgspec.DecodeError as error:
+            self._circuit.abandoned()
+            raise ResponseError("the store's answer cannot be read") from error
         except BaseException:
             self._circuit.abandoned()
             raise
-        answer = wire.decode(packed)
         self._heard(tenant_id, answer)
         return answer
 

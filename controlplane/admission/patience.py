@@ -11,16 +11,25 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from controlplane.alarms import Alarms
+
 SLICES = 10
 
 
+def slices_of(seconds: float) -> Alarms:
+    """The alarms of all who wait for `seconds`, in one event loop."""
+    return Alarms(seconds / SLICES)
+
+
 class Patience:
-    """`async with Patience(seconds)`: raises TimeoutError in the body when no slice of `seconds` is left."""
+    """`async with Patience(slices)`: raises TimeoutError in the body when no slice is left. `slices` are the alarms
+    that all who wait equally long share, see `slices_of`.
+    """
 
-    __slots__ = ("_before", "_expired", "_left", "_loop", "_slice_s", "_task", "_timer")
+    __slots__ = ("_alarm", "_alarms", "_before", "_expired", "_left", "_task")
 
-    def __init__(self, seconds: float) -> None:
-        self._slice_s = seconds / SLICES
+    def __init__(self, slices: Alarms) -> None:
+        self._alarms = slices
         self._left = SLICES
         self._expired = False
 
@@ -28,21 +37,20 @@ class Patience:
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to stop waiting"
         self._task, self._before = task, task.cancelling()
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(self._slice_s, self._passed)
+        self._alarm = self._alarms.set(self._passed)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        self._alarms.drop(self._alarm)
         if self._expired and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
     def _passed(self) -> None:
         self._left -= 1
         if self._left:
-            self._timer = self._loop.call_later(self._slice_s, self._passed)
+            self._alarm = self._alarms.set(self._passed)
         else:
             self._expired = True
             self._task.cancel()

@@ -14,7 +14,7 @@ import msgspec
 
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.policy import Queued, QueueLimits
-from controlplane.admission.retry import Comebacks
+from controlplane.admission.retry import Asker, Comebacks
 
 MOST_TENANTS = 1024
 """Tenants whose pace in a lane is remembered."""
@@ -65,22 +65,22 @@ class Places:
         total = sum(weights.get(name, 1.0) for name in standing) + (0.0 if tenant in standing else weight)
         return "queue_full" if standing[tenant] + 1 > places * weight / total else None
 
-    def limits_for(self, tenant: str, key: str, lane: Lane, now: float) -> QueueLimits:
-        """The limits for a newcomer of `tenant` with `key`: without the places kept for others who are due."""
+    def limits_for(self, tenant: str, asker: Asker, lane: Lane, now: float) -> QueueLimits:
+        """The limits for a newcomer of `tenant`, `asker`: without the places kept for others who are due."""
         count, own = self._counts[lane], self._tenants[lane][tenant]
         short, long, part = self._limits.short, self._limits.long, self._limits.tenant
-        if not self._lanes[lane].admits(key, count, now):
+        if not self._lanes[lane].admits(asker, count, now):
             short, long = (min(short, count), long) if lane is Lane.SHORT else (short, min(long, count))
-        elif not self._part(lane, tenant).admits(key, own, now):
+        elif not self._part(lane, tenant).admits(asker, own, now):
             part = min(part, own)
         return msgspec.structs.replace(self._limits, short=short, long=long, tenant=part)
 
-    def refuse(self, code: str, tenant: str, key: str, lane: Lane, now: float) -> int:
-        """Whole seconds after which who was refused now with `code` should come back."""
+    def refuse(self, code: str, tenant: str, asker: Asker, lane: Lane, now: float) -> int:
+        """Whole seconds after which `asker` who was refused now with `code` should come back."""
         if code == "tenant_queue_full":
-            return self._part(lane, tenant).refuse(key, now)
+            return self._part(lane, tenant).refuse(asker, now)
         waiting = self._counts[lane] if code == "queue_wait_exceeded" else 0
-        return self._lanes[lane].refuse(key, now, waiting=waiting)
+        return self._lanes[lane].refuse(asker, now, waiting=waiting)
 
     def _part(self, lane: Lane, tenant: str) -> Comebacks:
         name = (lane, tenant)

@@ -3,6 +3,9 @@
 Layer: scheduling. Pure: `decide(snapshot, now, rng)`. What would miss its deadline is refused at once, with a wait
 after which it should pass; a queue that is full sheds the lowest band first, then what the least was spent on, then
 the newest, but never from a tenant that holds no more than its weighted part. It must never take a quota's decision.
+
+In a gateway nothing was spent on who waits: what a replica has begun keeps its turn through a retry, and stands in no
+line again (docs/adr/0019), so that `sunk` is 0 there.
 """
 
 from __future__ import annotations

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
+from controlplane.admission.calibration import Calibration
 from controlplane.evidence import Evidence, EvidenceKind
 from controlplane.layers import Layer
 from dataplane.hardware.geometry import StepSize
 from dataplane.protocol import Counters
 
-REMEMBERED = 64
-"""Observations that a ratio looks back on."""
 LEAST_WINDOWS = 3
-RATIO_BOUNDS = (0.05, 20.0)
-"""What lies outside is no correction but a mistake: it is excluded."""
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,53 +113,50 @@ class Ahead(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
 
 
-class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """Observed over predicted, as the mean of its logarithm and the mean absolute deviation of that."""
+class Modelled(NamedTuple):
+    """What the step model says of a request, in seconds: `wait` is the longest of `queued` (the prefill of those
+    before), `slot` and `room` (until a slot and KV room are free).
+    """
 
-    log: float = 0.0
-    deviation: float = 0.0
-    n: int = 0
+    queued: float
+    slot: float
+    room: float
+    prefill: float
 
     @property
-    def value(self) -> float:
-        return math.exp(self.log)
+    def wait(self) -> float:
+        return max(self.queued, self.slot, self.room)
 
-    def with_one(self, ratio: float) -> Ratio:
-        """The latest REMEMBERED weigh in, the newer the more once there are so many."""
-        share = 1.0 / min(self.n + 1, REMEMBERED)
-        off = math.log(ratio) - self.log
-        deviation = self.deviation + share * (abs(off) - self.deviation) if self.n else 0.0
-        return Ratio(log=self.log + share * off, deviation=deviation, n=self.n + 1)
+    @property
+    def total(self) -> float:
+        return self.wait + self.prefill
 
 
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool's ratios, for prompts of which most is computed and of which most is cached."""
+class Basis(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prediction was made of, but for the prompt."""
 
-    pool: str
-    computed: Ratio = Ratio()
-    cached: Ratio = Ratio()
+    cost: StepCost
+    load: PoolLoad
+    ahead: Ahead
+    output: int
 
-    def ratio(self, uncached: int, cached: int) -> Ratio:
-        """The one for such a prompt, or the other while that has seen nothing."""
-        mine, other = (self.cached, self.computed) if cached > uncached else (self.computed, self.cached)
-        return mine if mine.n or not other.n else other
-
-    def observed(self, predicted_s: float, observed_s: float, *, uncached: int, cached: int) -> Calibration:
-        """With one more request. `predicted_s` is `Prediction.modelled_s`; what makes no sense is left out (F22)."""
-        if not (0 < predicted_s < math.inf and 0 < observed_s < math.inf):
-            return self
-        ratio = observed_s / predicted_s
-        if not RATIO_BOUNDS[0] <= ratio <= RATIO_BOUNDS[1]:
-            return self
-        if cached > uncached:
-            return msgspec.structs.replace(self, cached=self.cached.with_one(ratio))
-        return msgspec.structs.replace(self, computed=self.computed.with_one(ratio))
+    def modelled(self, uncached: int, cached: int) -> Modelled:
+        """Of a prompt of so many tokens."""
+        cost, load, ahead = self.cost, self.load, self.ahead
+        before = (ahead.uncached / load.replicas, ahead.cached / load.replicas)
+        wanted = ahead.tokens + uncached + cached + self.output - (load.tokens - load.held)
+        return Modelled(
+            queued=_prefill_s(cost, load, ahead.requests / load.replicas, before),
+            slot=_until(ahead.requests + 1 - (load.slots - load.running), load.running, load.hold_s),
+            room=_until(wanted, load.held, load.hold_s),
+            prefill=cost.fixed + _prefill_s(cost, load, 1.0, (uncached, cached)),
+        )
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """`ttft` from now, in seconds, and its parts `wait_s` and `prefill_s`. `work_s` is what the request takes of the
     pool before its first token: who comes after it waits so much longer. `layer` is where it waits: for KV room or for
-    its turn. `modelled_s` is what the step model said before calibration.
+    its turn. `modelled_s` is what the step model said before calibration, of what is in `basis`.
     """
 
     ttft: Evidence
@@ -170,6 +165,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     work_s: float
     modelled_s: float
     layer: Layer
+    basis: Basis | None = None
+
+    def modelled_of(self, uncached: int, cached: int) -> float:
+        """What the step model says of the prompt that the engine has counted, with all else as it was foreseen: what
+        calibration compares with, so that a wrong guess of the size is no slowness of the pool.
+        """
+        if self.basis is None:
+            return self.modelled_s
+        return self.basis.modelled(uncached, cached).total
 
 
 def predict(
@@ -181,18 +185,12 @@ def predict(
     """
     if load.replicas < 1:
         raise ValueError("a pool without replicas has no TTFT")
-    before = (ahead.uncached / load.replicas, ahead.cached / load.replicas)
-    queued = _prefill_s(cost, load, ahead.requests / load.replicas, before)
-    prefill = cost.fixed + _prefill_s(cost, load, 1.0, (uncached, cached))
-    for_slot = _until(ahead.requests + 1 - (load.slots - load.running), load.running, load.hold_s)
-    wanted = ahead.tokens + uncached + cached + output - (load.tokens - load.held)
-    for_room = _until(wanted, load.held, load.hold_s)
-    for_credit = max(for_slot, for_room)
-    wait = max(queued, for_credit)
-    modelled = wait + prefill
+    basis = Basis(cost=cost, load=load, ahead=ahead, output=output)
+    modelled = basis.modelled(uncached, cached)
+    for_credit = max(modelled.slot, modelled.room)
     ratio = calibration.ratio(uncached, cached)
     ttft = Evidence(
-        value=modelled * ratio.value,
+        value=modelled.total * ratio.value,
         unit="s",
         kind=EvidenceKind.CALIBRATED,
         source=f"step model {cost.source} (n={cost.n}); calibration of pool {calibration.pool}: "
@@ -200,14 +198,15 @@ def predict(
         n=ratio.n,
         error=math.expm1(ratio.deviation),
     )
-    work = prefill / load.replicas if queued >= for_credit else load.hold_s / max(1, load.running)
+    work = modelled.prefill / load.replicas if modelled.queued >= for_credit else load.hold_s / max(1, load.running)
     return Prediction(
         ttft=ttft,
-        wait_s=wait * ratio.value,
-        prefill_s=prefill * ratio.value,
+        wait_s=modelled.wait * ratio.value,
+        prefill_s=modelled.prefill * ratio.value,
         work_s=work * ratio.value,
-        modelled_s=modelled,
-        layer=Layer.MEMORY if wait == for_room and for_room > max(queued, for_slot) else Layer.SCHEDULING,
+        modelled_s=modelled.total,
+        layer=Layer.MEMORY if modelled.room > max(modelled.queued, modelled.slot) else Layer.SCHEDULING,
+        basis=basis,
     )
 
 

@@ -104,7 +104,8 @@ class TurnAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`lost` says that the queue does not know this gateway (any more): nothing was taken, everything must be told
     again. Dispatches are repeated until they were seen. `refused` found the queue full; `poked` are other gateways
     that got a dispatch. `waiting`, `slots` and `tokens` are of the whole pool afterwards, `long` the slots of the long
-    lane among them, `gateways` how many share it.
+    lane among them, `gateways` how many share it. `reaping` says that requests of dead gateways are left to clear:
+    whoever hears it takes the next turn at once, so that all are gone after as many turns as REAPED goes into them.
     """
 
     sequence: int
@@ -118,6 +119,7 @@ class TurnAnswer(msgspec.Struct, frozen=True, array_like=True):
     tokens: int = 0
     gateways: int = 0
     long: int = 0
+    reaping: bool = False
 
 
 class _Entry:
@@ -175,7 +177,7 @@ class SharedQueue:
             return TurnAnswer(self._sequence, now, True)
         self._sequence += 1
         self._heard[gateway] = now
-        self._reap(now)
+        reaping = self._reap(now)
         if message.number > self._numbers.get(gateway, 0):
             self._numbers[gateway] = message.number
             for service in message.served:
@@ -201,16 +203,19 @@ class SharedQueue:
             sum(self._tokens),
             len(self._heard),
             self._slots[Lane.LONG],
+            reaping,
         )
 
     def _unheard(self, gateway: str) -> tuple[Grant, ...]:
         unseen = sorted(self._unseen.get(gateway, ()))[:MAX_GRANTS]
         return tuple(Grant(request_id, self._requests[request_id].tag) for request_id in unseen)
 
-    def _reap(self, now: float) -> None:
+    def _reap(self, now: float) -> bool:
+        """Whether there is more to clear than one turn may."""
         left = REAPED
-        for gateway in sorted((name for name in self._heard), key=lambda name: (self._heard[name], name)):
-            if self._heard[gateway] >= now - DEAD_S or not left:
+        dead = [name for name, heard in self._heard.items() if heard < now - DEAD_S]
+        for gateway in sorted(dead, key=lambda name: (self._heard[name], name))[:REAPED]:
+            if not left:
                 break
             owned = sorted(self._owned.get(gateway, ()))
             for request_id in owned[:left]:
@@ -219,6 +224,7 @@ class SharedQueue:
             if not self._owned.get(gateway):
                 del self._heard[gateway]
                 self._numbers.pop(gateway, None)
+        return any(gateway in self._heard for gateway in dead)
 
     def _charge(self, service: Service, now: float) -> None:
         member = (service.line, service.tenant)

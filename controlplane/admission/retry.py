@@ -3,8 +3,9 @@
 Layer: service. Pure: times are handed in (seconds on one clock), randomness too. The wait is an estimate from what the
 holder of the room knows: how fast requests end, and whom it has already sent away. Those sent away get places one
 after another, at a share of the rate at which requests end, so that they do not come back together; and shortly before
-one is due a free place is no longer given to others. A place is kept for a key, since nothing tells a request that
-comes back from a new one of the same key. It never admits beyond the room's limit.
+one is due a free place is no longer given to others. A place is kept for a key and the size of the request that was
+refused: it comes back unchanged, while new ones of the same key, of which a large room sees several in the time a
+refusal travels, seldom are as large. It never admits beyond the room's limit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 LONGEST_S = 60
 """No wait is longer. Where all of it is given away, who is refused comes at a random time of its second half."""
@@ -31,6 +33,13 @@ EARLIEST_S, LATEST_S = 4.0, 0.4
 """Bounds of that, before the time."""
 GRACE_S = 1.0
 """A place is kept this long after it was due."""
+
+
+class Asker(NamedTuple):
+    """Whose request asks, and which of theirs: the identity of its API key and the bytes of its body, 0 if unknown."""
+
+    key: str
+    size: int = 0
 
 
 def wait_s(now: float, ends_per_s: float | None, booked: Sequence[float], *, waiting: int = 0) -> int | None:
@@ -63,10 +72,10 @@ class Comebacks:
         self._counted_at = 0.0
         self._booked: list[float] = []
         self._count = 0
-        self._coming: list[tuple[float, int, float, str]] = []
+        self._coming: list[tuple[float, int, float, Asker]] = []
         self._closing: list[tuple[float, float, int]] = []
-        self._due: dict[int, str] = {}
-        self._due_of: dict[str, list[tuple[float, int]]] = {}
+        self._due: dict[int, Asker] = {}
+        self._due_of: dict[Asker, list[tuple[float, int]]] = {}
         self._booked_by: dict[str, int] = {}
 
     @property
@@ -74,14 +83,14 @@ class Comebacks:
         """Places kept for those who are due; as of the last call."""
         return min(len(self._due), self._limit // KEPT)
 
-    def admits(self, key: str, in_flight: int, now: float) -> bool:
-        """Whether a request of `key` may enter a room that holds `in_flight`."""
+    def admits(self, asker: Asker, in_flight: int, now: float) -> bool:
+        """Whether the request of `asker` may enter a room that holds `in_flight`."""
         if in_flight >= self._limit:
             return False
         if not self._booked_by:
             return True
         self._turn_to(now)
-        due = self._due_of.get(key)
+        due = self._due_of.get(asker)
         if due and due[0][0] <= now:
             self._leave_book(due.pop(0)[1])
             return True
@@ -94,29 +103,29 @@ class Comebacks:
         self._age(now)
         self._ended += 1.0
 
-    def refuse(self, key: str, now: float, *, waiting: int = 0) -> int:
-        """Whole seconds after which the request of `key` refused now should come back, 1 to `LONGEST_S`."""
+    def refuse(self, asker: Asker, now: float, *, waiting: int = 0) -> int:
+        """Whole seconds after which the request of `asker` refused now should come back, 1 to `LONGEST_S`."""
         self._turn_to(now)
         rate = self._rate(now)
         seconds = wait_s(now, rate, self._booked, waiting=waiting)
-        if seconds is None or self._booked_by.get(key, 0) >= self._limit:
+        if seconds is None or self._booked_by.get(asker.key, 0) >= self._limit:
             return math.ceil(LONGEST_S * (1.0 + self._rng.random()) / 2)
         early = min(EARLIEST_S, EARLY_ENDS / rate) if rate else EARLIEST_S
-        self._book(key, now + seconds, max(LATEST_S, early))
+        self._book(asker, now + seconds, max(LATEST_S, early))
         return seconds
 
-    def _book(self, key: str, due: float, early: float) -> None:
+    def _book(self, asker: Asker, due: float, early: float) -> None:
         self._count += 1
-        self._booked_by[key] = self._booked_by.get(key, 0) + 1
+        self._booked_by[asker.key] = self._booked_by.get(asker.key, 0) + 1
         bisect.insort(self._booked, due)
-        heapq.heappush(self._coming, (due - early, self._count, due, key))
+        heapq.heappush(self._coming, (due - early, self._count, due, asker))
 
     def _turn_to(self, now: float) -> None:
         """Keep the places of those who are due, and no longer those of who did not come."""
         while self._coming and self._coming[0][0] <= now:
-            _, number, due, key = heapq.heappop(self._coming)
-            self._due[number] = key
-            bisect.insort(self._due_of.setdefault(key, []), (due, number))
+            _, number, due, asker = heapq.heappop(self._coming)
+            self._due[number] = asker
+            bisect.insort(self._due_of.setdefault(asker, []), (due, number))
             heapq.heappush(self._closing, (due + GRACE_S, due, number))
         del self._booked[: bisect.bisect(self._booked, now - NEAR_S)]
         while self._closing and self._closing[0][0] <= now:
@@ -126,12 +135,12 @@ class Comebacks:
                 self._leave_book(number)
 
     def _leave_book(self, number: int) -> None:
-        key = self._due.pop(number)
-        if not self._due_of[key]:
-            del self._due_of[key]
-        self._booked_by[key] -= 1
-        if not self._booked_by[key]:
-            del self._booked_by[key]
+        asker = self._due.pop(number)
+        if not self._due_of[asker]:
+            del self._due_of[asker]
+        self._booked_by[asker.key] -= 1
+        if not self._booked_by[asker.key]:
+            del self._booked_by[asker.key]
 
     def _rate(self, now: float) -> float | None:
         """Requests that end a second, of late."""

@@ -24,7 +24,13 @@ CORRECTED_EVERY_S = 15.0
 """From when a counter is seen in doubt until the ledger is summed for it, and between two tries: longer than usage is
 on its way."""
 MOST_DOUBTED = 1_000
+LONGEST_S = 10.0
+"""Longest that a request waits for counters to be hydrated; the caller's own bound on a sum is shorter, and does not
+hold where a sum cannot even be given up.
+"""
 
+Later = Callable[..., object]
+"""Calls a function, with its arguments, so many seconds from now."""
 Sum = Callable[[ColdCounter], Awaitable[tuple[int, float]]]
 """Units the ledger has for a counter's limit in [start, stop), and the time until which it surely had all."""
 
@@ -38,9 +44,15 @@ class Warmer:
     who wait; the next request tries again.
     """
 
-    def __init__(self, leases: Leases, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        monotonic: Callable[[], float] = time.monotonic,
+        later: Later = lambda *call: asyncio.get_running_loop().call_later(*call),
+    ) -> None:
         self._leases = leases
         self._monotonic = monotonic
+        self._later = later
         self._under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._correct_at: OrderedDict[tuple[str, int], float] = OrderedDict()
 
@@ -53,19 +65,20 @@ class Warmer:
     ) -> Granted | Refused | Ended:
         """`charges_at` gives the charges for the windows that hold a time, Unix seconds; None is the caller's own now.
 
-        Raises what `sum_ledger` raises, and StoreRestlessError.
+        Raises what `sum_ledger` raises, TimeoutError, and StoreRestlessError.
         """
         charges = charges_at(None)
         for _ in range(ROUNDS):
             outcome = await self._leases.acquire(tenant_id, lease_id, charges)
             if isinstance(outcome, Cold):
-                await asyncio.gather(*(self._hydrate(tenant_id, one, sum_ledger) for one in outcome.counters))
+                async with asyncio.timeout(LONGEST_S):
+                    await asyncio.gather(*(self._hydrate(tenant_id, one, sum_ledger) for one in outcome.counters))
             elif isinstance(outcome, OutsideWindows):
                 charges = charges_at(outcome.now)
             else:
                 if isinstance(outcome, Granted | Refused):
                     for one in outcome.doubted:
-                        self._doubt(tenant_id, one, sum_ledger)
+                        self.doubt(tenant_id, one, sum_ledger)
                 return outcome
         raise StoreRestlessError("the store's counters do not stay hydrated")
 
@@ -82,11 +95,13 @@ class Warmer:
         base, complete_until = await sum_ledger(counter)
         await self._leases.hydrate(tenant_id, counter, base, complete_until=complete_until)
 
-    def _doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
-        """Correct the counter when its time has come; no request waits for it."""
+    def doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        """Correct the counter when its time has come; no request waits for it, and none need come for the first try."""
         name, now = (counter.charge.key, counter.start), self._monotonic()
         if name in self._under_way:
             return
+        if name not in self._correct_at and len(self._correct_at) < MOST_DOUBTED:
+            self._later(CORRECTED_EVERY_S, self._still, name, tenant_id, counter, sum_ledger)
         if now < self._correct_at.setdefault(name, now + CORRECTED_EVERY_S):
             if len(self._correct_at) > MOST_DOUBTED:
                 self._correct_at.popitem(last=False)
@@ -95,6 +110,10 @@ class Warmer:
         task = asyncio.create_task(self._sum_and_correct(tenant_id, counter, sum_ledger))
         self._under_way[name] = task
         task.add_done_callback(lambda done: self._ended(name, done))
+
+    def _still(self, name: tuple[str, int], tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
+        if name in self._correct_at:
+            self.doubt(tenant_id, counter, sum_ledger)
 
     async def _sum_and_correct(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
         span = ColdCounter(charge=counter.charge, start=counter.start, stop=counter.since)

@@ -60,13 +60,14 @@ def _own_keys(tenant_id: str) -> tuple[str, ...]:
 
 def charge_words(charges: Sequence[Charge]) -> list[list[int]]:
     return [
-        [charge.counter.value, charge.amount, -1 if charge.hard is None else charge.hard, *charge.window]
+        [int(charge.counter), charge.amount, -1 if charge.hard is None else charge.hard, *charge.window]
         for charge in charges
     ]
 
 
 def use_words(lease: Lease, use: Use) -> list[list[int]]:
-    return [[charge.counter.value, use.units(charge.kind), charge.start(lease.taken_at)] for charge in lease.charges]
+    at = lease.taken_at
+    return [[int(charge.counter), use.units(charge.kind), charge.start(at)] for charge in lease.charges]
 
 
 def held_words(lease: Lease, places: dict[str, int]) -> list[Any]:
@@ -85,7 +86,7 @@ def _place(charge: Charge, at: float) -> int:
 
 def standings(charges: Sequence[Charge], words: list[list[int]]) -> tuple[Standing, ...]:
     return tuple(
-        standing_of(charge, used, reset / SECOND_US) for charge, (used, reset, _) in zip(charges, words, strict=True)
+        [standing_of(charge, used, reset / SECOND_US) for charge, (used, reset, _) in zip(charges, words, strict=True)]
     )
 
 
@@ -144,9 +145,9 @@ def granted(lease: Lease, asked: Sequence[Charge], answer: list[Any]) -> Granted
     return Granted(
         lease=lease,
         standings=stands,
-        warnings=soft_warnings(asked, (one.used for one in stands)),
+        warnings=soft_warnings(asked, [one.used for one in stands]),
         repeated=bool(repeated),
-        doubted=doubted(asked, words, now),
+        doubted=doubted(asked, words, now) if any(since for _, _, since in words) else (),
     )
 
 

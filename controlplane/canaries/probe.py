@@ -29,11 +29,10 @@ class UnreachableError(Exception):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One tiny request: at most `output` tokens; `longer` bytes make its prompt longer."""
+    """One tiny request: at most `output` tokens."""
 
     model: str
     output: int = 1
-    longer: int = 0
     stream: bool = False
 
 
@@ -51,7 +50,7 @@ PROMPTS: dict[str, Callable[[str], dict[str, Any]]] = {"/chat/completions": _cha
 
 def body_of(endpoint: str, ask: Ask) -> bytes:
     """The body of a request. Every one of an `ask` is equally long and has another prompt. Raises KeyError."""
-    text = f"probe {secrets.token_hex(NONCE)}{' x' * ((ask.longer + 1) // 2)}"
+    text = f"probe {secrets.token_hex(NONCE)}"
     return msgspec.json.encode(
         {
             "model": ask.model,

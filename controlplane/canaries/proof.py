@@ -2,8 +2,9 @@
 
 Layer: service. The limit is first closed, so that its refusal shows when the gateway has adopted it; then it leaves
 room for exactly one request at its worst. That one passes and tells the room as it was taken; what it did not use is
-free after its settlement; and the next, for which there is no room, is refused with all that a refusal promises. What
-cannot be tried is told apart from what fails.
+free after its settlement; and the next, for which the limit then has no room, is refused with all that a refusal
+promises. At its worst a prompt has a token a byte; where that does not fit the gateway has a replica count it, so the
+room that is left is half of what the engine counted. What cannot be tried is told apart from what fails.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ ADOPTED_S = 5.0
 SETTLED_S = 4.0
 PAUSE_S = 0.03
 LONGEST_PROOF_S = 15.0
-MOST_ABOVE = 3
-"""Requests above a limit, one of which must be refused: earlier use may leave a sliding minute meanwhile."""
-LONGER = 64
+MOST_LEAVING = 2
+MOST_MORE = 32
+"""Requests made so that enough of a window is used."""
 STREAMED = (16, 64, 256)
 """Tokens of a stream that is to be still running when the next request is refused."""
 ROOMY = 10**12
@@ -104,11 +105,39 @@ class _Proof:
         units = await self._settled(limit, first, before, worst)
         if units == 0:
             raise NotRunError("one request costs less than a micro-unit")
-        for _ in range(MOST_ABOVE):
+        room = self._counted_worst(first) // 2
+        used = await self._use_up_to(worst - room, limit, before + units, worst)
+        await self._until_refused(await self._ground.change(limit, 0))
+        await self._never_passes(await self._ground.change(limit, used + room))
+
+    async def _never_passes(self, limit: Limited) -> None:
+        """Above a limit that was closed before, nothing passes; the refusal tells a wait once the gateway has adopted
+        it. Of a sliding minute earlier use may leave meanwhile.
+        """
+        leaving = MOST_LEAVING if COUNTERS[limit.kind] is Counter.RATE else 0
+        passed, give_up = 0, time.monotonic() + ADOPTED_S
+        while True:
             answer = await self._probe.ask(self._ask)
-            if self._judged(answer, limit):
-                return
-        raise FailedProofError(f"{MOST_ABOVE} requests passed above the limit of {limit.hard}")
+            passed += answer.served
+            if passed > leaving:
+                raise FailedProofError(f"a request passed above the limit of {limit.hard}")
+            closed = refuses(answer, limit) and not wrong_refusal(answer, limit, never=True)
+            if time.monotonic() > give_up or not (closed or answer.served):
+                break
+            await asyncio.sleep(PAUSE_S)
+        if not self._judged(answer, limit):
+            raise FailedProofError(f"not refused above the limit, {ADOPTED_S:g} s after it was set")
+
+    async def _use_up_to(self, wanted: int, limit: Limited, used: int, worst: int) -> int:
+        """Go on until so much is used that waiting could help even a request at its worst; what is used then."""
+        if used >= wanted:
+            return used
+        limit = await self._ground.change(limit, used + MOST_MORE * worst)
+        for _ in range(MOST_MORE):
+            used += await self._settled(limit, await self._until_served(limit), used, worst)
+            if used >= wanted:
+                return used
+        raise NotRunError(f"{MOST_MORE} requests use too little to come near the worst of one")
 
     async def _held(self, limit: Limited) -> None:
         """What runs at once: while one stream runs the next is refused, afterwards it passes."""
@@ -134,10 +163,13 @@ class _Proof:
     async def _size(self, limit: Limited, worst: int) -> None:
         """One request: as large as it may be it passes, larger it does not."""
         limit = await self._ground.change(limit, worst)
-        await self._until_served(limit)
-        longer = limit.kind is QuotaKind.MAX_PROMPT_TOKENS
-        larger = {"longer": LONGER} if longer else {"output": self._ask.output + 1}
-        if not self._judged(await self._probe.ask(msgspec.structs.replace(self._ask, **larger)), limit):
+        first = await self._until_served(limit)
+        if limit.kind is QuotaKind.MAX_PROMPT_TOKENS:
+            limit = await self._ground.change(limit, self._counted_worst(first) // 2)
+            await self._until_refused(limit)
+            return
+        larger = msgspec.structs.replace(self._ask, output=self._ask.output + 1)
+        if not self._judged(await self._probe.ask(larger), limit):
             raise FailedProofError(f"a request larger than the limit of {limit.hard} passed")
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -156,7 +188,7 @@ class _Proof:
         return used
 
     async def _until_refused(self, limit: Limited) -> None:
-        """Until the gateway has adopted a closed limit; until then that of the probe before may still hold there."""
+        """Until the gateway has adopted a closed limit; until then that of before may still hold there."""
 
         def met(answer: Answer) -> bool:
             earlier = answer.code in LIMITS and not refuses(answer, limit)
@@ -205,6 +237,17 @@ class _Proof:
             return self._ground.costs(uncached, usage.cached, usage.output)
         use = Use(input=usage.prompt, uncached_input=uncached, output=usage.output)
         return {use.units(self._cell.kind)}
+
+    def _counted_worst(self, answer: Answer) -> int:
+        """Units that a lease takes for such a request when a replica has counted its prompt. Prompts of one length
+        differ by a few tokens.
+        """
+        usage = answer.usage
+        if usage is None:
+            raise NotRunError("the engine tells no usage")
+        read, written = usage.prompt, self._ask.output
+        price = self._ground.worst_money(read, written)
+        return Use(input=read, uncached_input=read, output=written, money=price).units(self._cell.kind)
 
     def _judged(self, answer: Answer, limit: Limited, *, never: bool = False, adopting: bool = False) -> bool:
         """True for a refusal by the limit, False for an answer. Raises FailedProofError for a refusal that lacks

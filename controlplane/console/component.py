@@ -15,6 +15,7 @@ from controlplane.accounts.browser import LoginRequiredError, on_login_required
 from controlplane.component import Component, Resources
 from controlplane.console.controllers import (
     canaries,
+    changes,
     keys,
     overview,
     policy,
@@ -58,6 +59,7 @@ PAGES = [
     projects.create_project,
     projects.activate_project,
     projects.deactivate_project,
+    *changes.PAGES,
     principals.principal_page,
     principals.create_principal,
     principals.change_role,

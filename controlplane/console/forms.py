@@ -45,6 +45,22 @@ def decimal(name: str, text: str) -> float | None:
         raise InvalidRequestError(f"{name} must be a number", param=name) from None
 
 
+def required_decimal(name: str, text: str) -> float:
+    """As `decimal`; an empty field is refused."""
+    number = decimal(name, text)
+    if number is None:
+        raise InvalidRequestError(f"{name} is missing", param=name)
+    return number
+
+
+def signed(name: str, text: str) -> int:
+    """A whole number that may be below zero."""
+    plain = text.strip()
+    if not re.fullmatch(r"[-+]?[0-9]{1,18}", plain):
+        raise InvalidRequestError(f"{name} must be a whole number", param=name)
+    return int(plain)
+
+
 def share(name: str, text: str) -> float | None:
     """Per cent as a share of one; None for an empty field."""
     per_cent = decimal(name, text.strip().removesuffix("%"))

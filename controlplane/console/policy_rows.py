@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from controlplane.console import presenters
 from controlplane.policy.skew import Skew
 from controlplane.policy.views import ChangeView, HolderView, PolicyObject
 
@@ -25,6 +26,8 @@ NOUNS = {
 }
 UNTOLD = frozenset({"id", "tenant_id", "project_id", "quota_id", "created_at", "updated_at", "slug", "tenant"})
 """Fields that say nothing new beside the row's name."""
+MONEY = frozenset({"hard", "soft", "local"})
+"""Fields of a limit that are in micro-units where it limits money."""
 LONGEST = 120
 
 
@@ -71,14 +74,15 @@ def holder_row(view: HolderView) -> HolderRow:
 
 def change_row(view: ChangeView) -> ChangeRow:
     """A change as the page shows it: what differs, or all of what was made or removed."""
-    before, after = view.before or {}, view.after or {}
+    before, after = _flat(view.before or {}), _flat(view.after or {})
+    counts_money = str((view.after or view.before or {}).get("kind", "")).startswith("money")
     what = "made" if view.before is None else "removed" if view.after is None else "changed"
-    names = [name for name in (after or before) if name not in UNTOLD and before.get(name) != after.get(name)]
+    names = [name for name in {**after, **before} if name not in UNTOLD and before.get(name) != after.get(name)]
     return ChangeRow(
         view=view,
         noun=NOUNS[view.object],
         what=what,
-        fields=[(name.replace("_", " "), _text(before.get(name)), _text(after.get(name))) for name in names],
+        fields=[_field(name, before.get(name), after.get(name), counts_money) for name in names],
     )
 
 
@@ -90,8 +94,36 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """The row's fields; one that holds fields of its own is told field by field."""
+    fields: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            fields |= {f"{name} {inner}": each for inner, each in value.items()}
+        else:
+            fields[name] = value
+    return fields
+
+
+def _field(name: str, before: Any, after: Any, counts_money: bool) -> tuple[str, str, str]:
+    shown = _money if counts_money and name in MONEY else _text
+    return name.replace("_", " "), shown(before), shown(after)
+
+
+def _money(value: Any) -> str:
+    return f"{presenters.money(value)} units of money" if isinstance(value, int) else _text(value)
+
+
 def _text(value: Any) -> str:
-    if value is None or value == "":
+    if value is None or value in ("", []):
         return "—"
-    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    text = _words(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_words(each) for each in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

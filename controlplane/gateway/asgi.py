@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from litestar.types import HTTPResponseBodyEvent, HTTPResponseStartEvent, HTTPScope, Receive, Send
 
+from controlplane.admission.patience import Patience, slices_of
+from controlplane.alarms import Alarms
 from controlplane.errors import AuthenticationError, PayloadTooLargeError, TidegateError
 from controlplane.gateway.errors import (
     ClientGoneError,
@@ -74,8 +76,13 @@ class RequestHead:
                 self.wishes[name] = value
 
 
-async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[bytes, float]:
-    """The whole body and the seconds spent waiting for the client to send it.
+def body_slices() -> Alarms:
+    """What all who read bodies in one event loop share."""
+    return slices_of(BODY_TIMEOUT_S)
+
+
+async def read_body(head: RequestHead, receive: Receive, limit: int, slices: Alarms) -> tuple[bytes, float]:
+    """The whole body and the seconds spent waiting for the client to send it; `slices` are `body_slices`.
 
     Raises PayloadTooLargeError before more than `limit` bytes are kept, RequestTimeoutError, ClientGoneError, and
     UnsupportedMediaTypeError for a compressed body.
@@ -88,7 +95,7 @@ async def read_body(head: RequestHead, receive: Receive, limit: int) -> tuple[by
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with Patience(slices):
             while True:
                 message = await receive()
                 if message["type"] != "http.request":

@@ -119,7 +119,7 @@ class _Parts:
         self._quotas = QuotaDirectory(self._load_tenant_quotas, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
         dispatch = Dispatch(resources.redis, settings, self._fleet, board, metrics=DispatchMetrics(resources.registry))
-        self._slos = PolicyTable("slos", self._load_slos, dispatch.adopt_slos)
+        self._slos = PolicyTable("slos", self._load_slos, dispatch.adopt_slos, on_learned=changed.set)
         self._plans = PolicyTable("share_plans", self._load_plans, dispatch.adopt_plans)
         self._prefetch_keys = Prefetch(
             "API keys", self._load_keys, self._keys.adopt, lambda grant: grant.key_id, MOST_KEYS
@@ -148,6 +148,7 @@ class _Parts:
             keys=self._keys,
             fleet=self._fleet,
             quotas=self._quotas,
+            slos=self._slos,
             changed=changed,
         )
         self.gateway = Gateway(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from controlplane.admission.bands import Lane, lane_replicas
 from controlplane.admission.dispatch import Credit
+from controlplane.errors import CapacityError
 from controlplane.fleet.schemas import ReplicaRoute
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
@@ -31,6 +32,10 @@ class Credits:
         routes = {route.replica: route for route in self._fleet.replicas(model)}
         survivors = _survivors(model, self._board.candidates(routes.values()), current=self._fleet.listening)
         return [self._credit(routes[candidate.replica]) for candidate in survivors]
+
+    def none_left(self, model: str) -> CapacityError:
+        """What a request is told while there are none."""
+        return self._fleet.no_capacity(model)
 
     def closed_to(self, model: str, lane: Lane, *, long_runs: bool) -> frozenset[str]:
         """Replicas that a request of `lane` should not go to; `long_runs` says whether any long prompt does."""

@@ -13,6 +13,7 @@ from typing import Self
 
 from litestar.types import Receive
 
+from controlplane.alarms import Alarms
 from controlplane.gateway.asgi import client_left
 from controlplane.gateway.errors import ClientGoneError
 
@@ -20,14 +21,15 @@ ASK_AFTER_S = 0.01
 
 
 class Departure:
-    """`async with Departure(receive)`: the moment the client leaves, what the body waits for is cancelled, and
-    ClientGoneError raised. The request's body must have been read.
+    """`async with Departure(receive, alarms)`: the moment the client leaves, what the body waits for is cancelled, and
+    ClientGoneError raised. The request's body must have been read; `alarms` ring after `ASK_AFTER_S`.
     """
 
-    __slots__ = ("_gone", "_over", "_receive", "_task", "_timer", "_watch")
+    __slots__ = ("_alarm", "_alarms", "_gone", "_over", "_receive", "_task", "_watch")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, alarms: Alarms) -> None:
         self._receive = receive
+        self._alarms = alarms
         self._watch: asyncio.Task[None] | None = None
         self._gone = False
         self._over = False
@@ -37,14 +39,14 @@ class Departure:
         task = asyncio.current_task()
         assert task is not None, "only a task can be told that its client left"
         self._task = task
-        self._timer = asyncio.get_running_loop().call_later(ASK_AFTER_S, self._ask)
+        self._alarm = self._alarms.set(self._ask)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over = True
-        self._timer.cancel()
+        self._alarms.drop(self._alarm)
         if self._watch is not None:
             self._watch.remove_done_callback(self._left)
             self._watch.cancel()

@@ -10,19 +10,19 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from redis.asyncio import Redis
 
 from controlplane.admission.bands import Lane
 from controlplane.admission.policy import QueueLimits
+from controlplane.admission.retry import Asker
 from controlplane.admission.shares import SharePlan
 from controlplane.errors import CapacityError
 from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
-from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.turns import Line, Newly, Turn
@@ -71,7 +71,7 @@ class Dispatch:
         self._weights: dict[str, dict[str, float]] = {}
         self._slos: tuple[Slo, ...] = ()
         self._objectives: dict[tuple[str, str, str], float | None] = {}
-        self._closed = False
+        self._closed: Callable[[], CapacityError] | None = None
         metrics.states = self.states
 
     def line(self, model: str) -> Line:
@@ -93,8 +93,8 @@ class Dispatch:
             )
             plan = self._plans.get(pool.name)
             found.cost = plan.cost if plan is not None else None
-            if self._closed:
-                found.refuse_waiting(_shutting_down)
+            if self._closed is not None:
+                found.refuse_waiting(self._closed)
             found.open(_kept)
         return found
 
@@ -103,7 +103,7 @@ class Dispatch:
         line = self._lines.get(request.model)
         if line is not None and not line.idle and wish.deadline_s is None:
             most_input = request.size.input_tokens(self._fleet.context(request.model, self._settings.assumed_context))
-            line.turn_away(grant.tenant, grant.identity, self._weight(line.pool, grant), wish.band, most_input)
+            line.turn_away(grant.tenant, _asker(grant, request), self._weight(line.pool, grant), wish.band, most_input)
 
     async def admit(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> Turn:
         """Wait until `request` may go to a replica. Raises CapacityError (503)."""
@@ -111,7 +111,7 @@ class Dispatch:
         context = self._fleet.context(request.model, self._settings.assumed_context)
         newly = Newly(
             tenant=grant.tenant,
-            key=grant.identity,
+            asker=_asker(grant, request),
             weight=self._weight(line.pool, grant),
             band=wish.band,
             most_input=request.size.input_tokens(context),
@@ -146,11 +146,11 @@ class Dispatch:
         for line in self._lines.values():
             line.changed()
 
-    def refuse_waiting(self) -> None:
-        """The gateway is shutting down: nobody waits any longer."""
-        self._closed = True
+    def refuse_waiting(self, error: Callable[[], CapacityError]) -> None:
+        """The gateway is shutting down: nobody waits any longer, but is told `error`."""
+        self._closed = error
         for line in self._lines.values():
-            line.refuse_waiting(_shutting_down)
+            line.refuse_waiting(error)
 
     def states(self) -> list[QueueState]:
         """Every line, for metrics."""
@@ -181,8 +181,8 @@ class Dispatch:
         return self._objectives[name]
 
 
-def _shutting_down() -> CapacityError:
-    return capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+def _asker(grant: KeyGrant, request: InferenceBody) -> Asker:
+    return Asker(grant.identity, len(request.forward))
 
 
 async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:

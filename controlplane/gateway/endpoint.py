@@ -70,7 +70,7 @@ class Endpoint:
                 record.conclude(Outcome.REFUSED, error.code, error.status)
                 gateway.settle(record)
             else:
-                gateway.metrics.answered("", error.status)
+                gateway.metrics.answered(tenant, error.status)
             await discard_body(head, receive)
             await respond_error(send, error, request_id)
             return

@@ -16,6 +16,7 @@ import time
 from litestar.types import Receive, Send
 
 from controlplane.admission.charges import NOTHING, Use
+from controlplane.admission.retry import Asker
 from controlplane.errors import NotFoundError, PermissionDeniedError, TidegateError, UpstreamError
 from controlplane.gateway.asgi import RequestHead, discard_body, read_body, respond_error
 from controlplane.gateway.body import InferenceBody, read_inference_body
@@ -90,8 +91,9 @@ class Exchange:
             send = capture.tap(send)
         try:
             self._require(Scope.INFERENCE)
-            with gateway.slot(self._grant.identity):
-                body, waited = await read_body(head, receive, gateway.settings.max_body_bytes)
+            with gateway.slot(Asker(self._grant.identity, head.content_length)):
+                with gateway.receiving(self._grant.tenant_id):
+                    body, waited = await read_body(head, receive, gateway.settings.max_body_bytes, gateway.bodies)
                 record.accepted += waited
                 record.at += waited
                 if capture is not None:
@@ -101,7 +103,7 @@ class Exchange:
                 self._wish = read_wish(head.wishes, self._grant.priority)
                 record.stream = request.stream
                 gateway.retries.earn()
-                async with Departure(receive):
+                async with Departure(receive, gateway.departures):
                     with gateway.running():
                         await self._metered(request, send)
         except TidegateError as error:
@@ -266,7 +268,7 @@ class Exchange:
                 self._work = _Work.REFUSED if response.status < 500 else _Work.NONE
             if response.status == 503:
                 gateway.board.suspect(replica.replica)
-                if len(tried) < ATTEMPTS and self._route(request.model, tried) is not None:
+                if len(tried) < ATTEMPTS and gateway.retries.left and self._route(request.model, tried) is not None:
                     return UpstreamFailure(Cause.UNAVAILABLE)
             await relay.relay(response)
         except UpstreamFailure as failure:
@@ -336,12 +338,12 @@ class Exchange:
     def _answer_for(self, failure: UpstreamFailure | None) -> TidegateError:
         """What the client is told when no replica answered; the record says why."""
         if failure is None:
-            return capacity(f"No replica of {self.record.model!r} can take requests; try again.", "no_capacity")
+            return self._gateway.fleet.no_capacity(self.record.model)
         cause = failure.cause
         if cause in RETRYABLE:
             error: TidegateError = capacity("The replica could not be reached; try again.", cause.value)
         elif cause is Cause.SHUTDOWN:
-            error = capacity("This gateway is shutting down; try again.", cause.value)
+            error = self._gateway.shutting_down()
         elif cause is Cause.TIMEOUT:
             error = UpstreamTimeoutError("The replica did not answer in time.", code=cause.value)
         else:

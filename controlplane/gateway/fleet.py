@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable
 
+from controlplane.errors import CapacityError
 from controlplane.fleet.schemas import FleetView, PoolRoute, ReplicaRoute
+from controlplane.gateway.errors import capacity
 from controlplane.gateway.policy import PolicyChange
+from controlplane.gateway.startups import Startups
 from dataplane.protocol import ReplicaState
 
 REREAD_S = 1.0
@@ -20,6 +25,10 @@ ANYWAY_S = 30.0
 SETTLE_S = 0.02
 """Announcements this close together cost one read."""
 READ_TIMEOUT_S = 3.0
+NEXT_REPORT_S = 2
+"""Whole seconds within which replicas report, once a second, and gateways hear of it."""
+LONGEST_START_S = 60
+"""Nobody is told to wait longer for a replica that starts."""
 
 logger = logging.getLogger("tidegate.gateway")
 
@@ -31,7 +40,15 @@ class FleetDirectory:
     told of every view taken.
     """
 
-    def __init__(self, load: LoadFleet, on_view: Callable[[FleetView], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        load: LoadFleet,
+        on_view: Callable[[FleetView], None] = lambda _: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._startups = Startups()
         self._load = load
         self._on_view = on_view
         self._wanted = asyncio.Event()
@@ -75,6 +92,15 @@ class FleetDirectory:
         """Every replica of every pool that serves `model`."""
         return self._replicas.get(model, ())
 
+    def no_capacity(self, model: str) -> CapacityError:
+        """What a request for `model` is told when no replica can take it: to come back when one that starts may be
+        ready, else after the next report.
+        """
+        wait_s = self._startups.ready_in_s(self.replicas(model), self._clock())
+        retry_after_s = NEXT_REPORT_S if wait_s is None else min(LONGEST_START_S, max(1, math.ceil(wait_s)))
+        message = f"No replica of {model!r} can take requests; try again."
+        return capacity(message, "no_capacity", retry_after_s=retry_after_s)
+
     def knows(self, replica: str) -> bool:
         """Whether the fleet has a replica of this name."""
         return replica in self._names
@@ -86,6 +112,7 @@ class FleetDirectory:
     def adopt(self, view: FleetView) -> None:
         """Take `view` as the present one."""
         self.view = view
+        self._startups.saw(view, self._clock())
         self._pools = {pool.model: pool for pool in sorted(view.pools, key=lambda p: p.name, reverse=True)}
         self._names = frozenset(route.replica for route in view.replicas)
         self._by_name = {pool.name: pool for pool in view.pools}

@@ -9,16 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from controlplane.admission.answers import Lease
-from controlplane.admission.retry import Comebacks
+from controlplane.admission.retry import Asker, Comebacks
+from controlplane.alarms import Alarms
+from controlplane.errors import CapacityError
+from controlplane.gateway.asgi import body_slices
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.counting import PromptCounter
+from controlplane.gateway.departure import ASK_AFTER_S
 from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
@@ -35,6 +41,8 @@ from controlplane.gateway.upstream import Upstream
 from controlplane.gateway.usage import UsageLog
 from controlplane.settings import Settings
 
+RECEIVED_AT_LEAST = 16
+"""Bodies of one tenant that may arrive at once, however few requests may be in flight."""
 DRAIN_S = 2.5
 """How long running requests may go on after a shutdown was asked for; then they are cut with an error event. All of it
 must be over before the server kills its worker (`serve.KILL_TIMEOUT_S`)."""
@@ -75,14 +83,19 @@ class Gateway:
         self.prompt_log = prompt_log or PromptLog(settings)
         self.dispatch = dispatch
         self.retries = RetryBudget()
+        self.bodies = body_slices()
+        self.departures = Alarms(ASK_AFTER_S)
         self.rng = rng or random.Random()  # noqa: S311  # breaks ties among equals
         self._comebacks = Comebacks(settings.max_in_flight, self.rng)
         self._upstream: Upstream | None = None
         self._counter: PromptCounter | None = None
         self.draining = False
+        self._drained_by = 0.0
         self.cutting = False
         """Requests still running are being ended now."""
         self._running: set[asyncio.Task[Any]] = set()
+        self._receiving: Counter[str] = Counter()
+        self._most_receiving = min(settings.max_in_flight, max(RECEIVED_AT_LEAST, settings.max_in_flight // 4))
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -119,17 +132,17 @@ class Gateway:
         return self._in_flight
 
     @contextmanager
-    def slot(self, key: str) -> Iterator[None]:
-        """Room for one more request of the key of identity `key`, given back however it ends. Raises CapacityError
-        (503) at once when there is none, or the last of it is kept for who was told to come back now.
+    def slot(self, asker: Asker) -> Iterator[None]:
+        """Room for one more request, that of `asker`, given back however it ends. Raises CapacityError (503) at once
+        when there is none, or the last of it is kept for who was told to come back now.
         """
         if self.draining:
-            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+            raise self.shutting_down()
         if not self.usage.accepting:
             raise capacity("The gateway has no room left to record what requests use; try again.", "usage_spool_full")
         now = time.monotonic()
-        if not self._comebacks.admits(key, self._in_flight, now):
-            seconds = self._comebacks.refuse(key, now)
+        if not self._comebacks.admits(asker, self._in_flight, now):
+            seconds = self._comebacks.refuse(asker, now)
             raise capacity("Too many requests are in flight; try again.", "too_many_in_flight", retry_after_s=seconds)
         self._in_flight += 1
         self._idle.clear()
@@ -142,10 +155,28 @@ class Gateway:
                 self._idle.set()
 
     @contextmanager
+    def receiving(self, tenant_id: str) -> Iterator[None]:
+        """The body of one more of the tenant's requests, which has its slot, arrives. Raises CapacityError (503) when
+        half of the room is taken, and a quarter by bodies of this tenant that are still to come: who sends slowly must
+        not take all of it from others.
+        """
+        is_scarce = self._in_flight > self.settings.max_in_flight // 2
+        if is_scarce and self._receiving[tenant_id] >= self._most_receiving:
+            message = "Too many of this tenant's request bodies are still arriving; try again."
+            raise capacity(message, "too_many_bodies")
+        self._receiving[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._receiving[tenant_id] -= 1
+            if not self._receiving[tenant_id]:
+                del self._receiving[tenant_id]
+
+    @contextmanager
     def running(self) -> Iterator[None]:
         """The present task relays one request; it may be cut at shutdown. Raises CapacityError (503) when all were."""
         if self.cutting:
-            raise capacity("This gateway is shutting down; try again.", "gateway_shutdown")
+            raise self.shutting_down()
         task = asyncio.current_task()
         assert task is not None, "only a task can be cut"
         self._running.add(task)
@@ -153,6 +184,11 @@ class Gateway:
             yield
         finally:
             self._running.discard(task)
+
+    def shutting_down(self) -> CapacityError:
+        """What a draining gateway tells whom it does not serve: to come back when it has ended, and another is here."""
+        left_s = max(1, math.ceil(self._drained_by - time.monotonic()))
+        return capacity("This gateway is shutting down; try again.", "gateway_shutdown", retry_after_s=left_s)
 
     def forged(self, tenant: str, headers: int) -> None:
         """A request of `tenant` ("" without a usable key) brought so many forged headers; they are dropped (F23)."""
@@ -170,7 +206,8 @@ class Gateway:
     async def drain(self, grace_s: float = DRAIN_S) -> None:
         """Take no more requests, let the running ones finish within `grace_s`, then cut them."""
         self.draining = True
-        self.dispatch.refuse_waiting()
+        self._drained_by = time.monotonic() + grace_s + CUT_S
+        self.dispatch.refuse_waiting(self.shutting_down)
         if self._in_flight:
             logger.info("Shutting down: %d requests may finish within %.0f s", self._in_flight, grace_s)
         try:

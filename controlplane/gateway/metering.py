@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from controlplane.admission.answers import Basis, ColdCounter, Granted, Lease, Refused
-from controlplane.admission.charges import MOST, NOTHING, SIZES, Charge, Use, charges_for, oversized
+from controlplane.admission.charges import MOST, NOTHING, Charge, Use, charges_for, oversized
 from controlplane.admission.leases import Leases
 from controlplane.admission.warm import StoreRestlessError, Warmer
 from controlplane.errors import CapacityError, TidegateError
@@ -27,7 +27,7 @@ from controlplane.gateway.asgi import Headers
 from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.errors import capacity
 from controlplane.gateway.fleet import FleetDirectory
-from controlplane.gateway.quotas import QuotaDirectory, TenantLimits
+from controlplane.gateway.quotas import QuotaDirectory, RequestLimits, TenantLimits
 from controlplane.gateway.record import RequestRecord
 from controlplane.gateway.refusals import granted_headers, refused, too_large
 from controlplane.quotas import money
@@ -39,7 +39,6 @@ SUM_TIMEOUT_S = 5.0
 """Longest a request waits for the ledger when the store has forgotten a day's or month's use."""
 WAITS = 4
 """How often a wait is worked out anew, because raises end before it does."""
-MONEY = frozenset({QuotaKind.MONEY_PER_DAY, QuotaKind.MONEY_PER_MONTH})
 
 logger = logging.getLogger("tidegate.gateway")
 
@@ -78,28 +77,26 @@ class _Blocked(msgspec.Struct, frozen=True):
 
 
 class _Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request uses at worst and at least. `counted`: its prompts' tokens are no bound, they were counted."""
+    """What a request uses at worst, and the fewest tokens that its prompts can have. `counted`: that is no bound, they
+    were counted.
+    """
 
     worst: Use
-    least: Use
+    least_input: int
     counted: bool
 
-    def hides(self, limits: tuple[Limit, ...]) -> bool:
+    def hides(self, limits: RequestLimits) -> bool:
         """Whether the bound alone cannot tell if a prompt is longer than one may be."""
+        if self.counted or not limits.sizes:
+            return False
         amounts = [
             amount
-            for limit in limits
+            for limit in limits.sizes
             if limit.kind is QuotaKind.MAX_PROMPT_TOKENS
             for amount in (limit.soft, limit.hard)
             if amount is not None
         ]
-        return not self.counted and any(self.least.input <= amount < self.worst.input for amount in amounts)
-
-    def amends(self, outcome: Refused) -> bool:
-        """Whether all that refused the bound might let the true number pass."""
-        return not self.counted and all(
-            not one.away and one.used + self.least.units(one.kind) <= one.limit for one in outcome.refusals
-        )
+        return any(self.least_input <= amount < self.worst.input for amount in amounts)
 
 
 Count = Callable[[InferenceBody], Awaitable[int | None]]
@@ -143,7 +140,7 @@ class Meter:
         context = self._fleet.context(request.model, self._assumed_context)
         estimate = _Estimate(
             worst=self._worst(request, request.size.input_tokens(context), limits, tenant),
-            least=self._worst(request, request.size.least_input, limits, tenant),
+            least_input=request.size.least_input,
             counted=request.size.exact,
         )
         if estimate.hides(limits):
@@ -192,11 +189,11 @@ class Meter:
         context = self._fleet.context(request.model, self._assumed_context)
         return request.size.input_tokens(context), request.size.output_tokens(context)
 
-    def _worst(self, request: InferenceBody, read: int, limits: tuple[Limit, ...], tenant: TenantLimits) -> Use:
+    def _worst(self, request: InferenceBody, read: int, limits: RequestLimits, tenant: TenantLimits) -> Use:
         """What the request may use at worst when its prompts have `read` tokens."""
         written = request.size.output_tokens(self._fleet.context(request.model, self._assumed_context))
         price = 0
-        if any(limit.kind in MONEY for limit in limits):
+        if limits.of_money:
             use = money.Use(uncached_input=read, output=written)
             price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), self._wall(), use)
         return Use(input=read, uncached_input=read, output=written, money=min(price, MOST))
@@ -204,7 +201,7 @@ class Meter:
     async def _counted(
         self,
         request: InferenceBody,
-        limits: tuple[Limit, ...],
+        limits: RequestLimits,
         tenant: TenantLimits,
         estimate: _Estimate,
         count: Count,
@@ -214,40 +211,50 @@ class Meter:
         if read is None:
             return estimate
         worst = self._worst(request, min(read, MOST), limits, tenant)
-        return _Estimate(worst=worst, least=worst, counted=True)
+        return _Estimate(worst=worst, least_input=worst.input, counted=True)
+
+    def _amends(
+        self, estimate: _Estimate, outcome: Refused, request: InferenceBody, limits: RequestLimits, tenant: TenantLimits
+    ) -> bool:
+        """Whether all that refused the bound might let the true number pass."""
+        if estimate.counted:
+            return False
+        least = self._worst(request, estimate.least_input, limits, tenant)
+        return all(not one.away and one.used + least.units(one.kind) <= one.limit for one in outcome.refusals)
 
     async def _try(
         self,
         grant: KeyGrant,
         request: InferenceBody,
-        limits: tuple[Limit, ...],
+        limits: RequestLimits,
         tenant: TenantLimits,
         estimate: _Estimate,
     ) -> Held | _Blocked:
         """Take a lease for the estimate's worst case. Raises TidegateError when nobody can tell."""
         now = self._wall()
-        oversize = oversized(limits, estimate.worst, lambda limit: effective(limit, now))
+        oversize = oversized(limits.sizes, estimate.worst, lambda limit: effective(limit, now)) if limits.sizes else ()
         if oversize and oversize[0].hard:
             error = too_large(oversize[0], request.size_params, counted=estimate.counted)
             return _Blocked(error, (oversize[0].kind,), amends=False)
-        if all(limit.kind in SIZES for limit in limits):
+        if len(limits.sizes) == len(limits):
             granted = Granted(lease=_free(grant, now), standings=())
         else:
             outcome = await self._acquire(grant, limits, tenant, estimate.worst)
             if isinstance(outcome, Refused):
                 kinds = tuple(one.kind for one in outcome.refusals)
-                return _Blocked(refused(outcome), kinds, amends=estimate.amends(outcome))
+                amends = self._amends(estimate, outcome, request, limits, tenant)
+                return _Blocked(refused(outcome), kinds, amends=amends)
             granted = outcome
         known = [one for one in oversize if estimate.counted or one.kind is not QuotaKind.MAX_PROMPT_TOKENS]
         return Held(
             lease=granted.lease,
             worst=estimate.worst,
             headers=granted_headers(granted, known),
-            prices=tenant.quotas.prices if any(limit.kind in MONEY for limit in limits) else (),
+            prices=tenant.quotas.prices if limits.of_money else (),
         )
 
     async def _acquire(
-        self, grant: KeyGrant, limits: tuple[Limit, ...], tenant: TenantLimits, worst: Use
+        self, grant: KeyGrant, limits: RequestLimits, tenant: TenantLimits, worst: Use
     ) -> Granted | Refused:
         """A raise that ends before the wait is over does not count: what is said to pass then must
         pass under the limits of then (F11).
@@ -263,12 +270,12 @@ class Meter:
             wait_s = longer_s
         return outcome
 
-    def _falls(self, limits: tuple[Limit, ...], wait_s: float) -> bool:
+    def _falls(self, limits: RequestLimits, wait_s: float) -> bool:
         now = self._wall()
         return any(falls(limit, now, now + wait_s) for limit in limits)
 
     async def _ask(
-        self, grant: KeyGrant, limits: tuple[Limit, ...], tenant: TenantLimits, worst: Use, wait_s: float
+        self, grant: KeyGrant, limits: RequestLimits, tenant: TenantLimits, worst: Use, wait_s: float
     ) -> Granted | Refused:
         """A lease within the limits of now and of `wait_s` later. Raises CapacityError (503)."""
 

@@ -6,9 +6,11 @@ Layer: service. Label values come from tenants that have authenticated and model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from controlplane.gateway.record import RequestRecord
 from controlplane.quotas.schemas import QuotaKind
@@ -20,32 +22,61 @@ STATUSES = frozenset({1, 2, 3, 4, 5})
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
+@dataclass(slots=True)
+class _Ended:
+    """Requests that ended alike, and their tokens, that are not in the counters yet."""
+
+    requests: int = 0
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class _CaughtUp(Collector):
+    """Counters that are brought up to date when they are read: a request costs no look-up and no lock of theirs."""
+
+    def __init__(self, counters: tuple[Counter, ...], catch_up: Callable[[], None]) -> None:
+        self._counters = counters
+        self._catch_up = catch_up
+
+    def describe(self) -> Iterator[Metric]:
+        for counter in self._counters:
+            yield from counter.describe()
+
+    def collect(self) -> Iterator[Metric]:
+        self._catch_up()
+        for counter in self._counters:
+            yield from counter.collect()
+
+
 class GatewayMetrics:
     """Registered in `registry` under `tidegate_gateway_*`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tenants: set[str] = set()
         self._models: set[str] = set()
-        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
+        self._ended: dict[tuple[str, str, str, str], _Ended] = {}
+        """By tenant, model, class of the status and outcome, which are bounded as labels are."""
         self._registry = registry
         self.requests = Counter(
             "tidegate_gateway_requests",
             "Requests on /v1 by tenant, model and status class.",
             ("tenant", "model", "status"),
-            registry=registry,
+            registry=None,
         )
         self.outcomes = Counter(
             "tidegate_gateway_outcomes",
             "Inference requests by how they ended.",
             ("tenant", "model", "outcome"),
-            registry=registry,
+            registry=None,
         )
         self.tokens = Counter(
             "tidegate_gateway_tokens",
             "Tokens of ended requests, as the engines counted them: prompt, of it cached, and output.",
             ("tenant", "model", "kind"),
-            registry=registry,
+            registry=None,
         )
+        registry.register(_CaughtUp((self.requests, self.outcomes, self.tokens), self._catch_up))
         self.ttft = Histogram(
             "tidegate_gateway_ttft_seconds",
             "Time from arrival to the first token of streamed requests.",
@@ -111,12 +142,14 @@ class GatewayMetrics:
         """An inference request has ended."""
         tenant, model = self._tenant(record.tenant), self._model(record.model)
         outcome = record.outcome.value if record.outcome else OTHER
-        self._child(self.requests, tenant, model, _class(record.status)).inc()
-        self._child(self.outcomes, tenant, model, outcome).inc()
-        if record.prompt_tokens:
-            self._child(self.tokens, tenant, model, "prompt").inc(record.prompt_tokens)
-            self._child(self.tokens, tenant, model, "cached").inc(record.cached_tokens)
-            self._child(self.tokens, tenant, model, "output").inc(record.output_tokens)
+        name = (tenant, model, _class(record.status), outcome)
+        ended = self._ended.get(name)
+        if ended is None:
+            ended = self._ended[name] = _Ended()
+        ended.requests += 1
+        ended.prompt += record.prompt_tokens
+        ended.cached += record.cached_tokens
+        ended.output += record.output_tokens
         if record.ttft_s is not None:
             self.ttft.labels(model).observe(record.ttft_s)
 
@@ -131,13 +164,15 @@ class GatewayMetrics:
     def upstream_failed(self, cause: str, *, retried: bool) -> None:
         self.upstream_failures.labels(cause, "yes" if retried else "no").inc()
 
-    def _child(self, counter: Counter, *labels: str) -> Counter:
-        """The labelled counter; looking it up in the client library costs more than counting."""
-        key = (counter, labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = counter.labels(*labels)
-        return child
+    def _catch_up(self) -> None:
+        """Into the counters with what ended since the last time."""
+        ended, self._ended = self._ended, {}
+        for (tenant, model, status, outcome), one in ended.items():
+            self.requests.labels(tenant, model, status).inc(one.requests)
+            self.outcomes.labels(tenant, model, outcome).inc(one.requests)
+            for kind, tokens in (("prompt", one.prompt), ("cached", one.cached), ("output", one.output)):
+                if one.prompt or one.output:
+                    self.tokens.labels(tenant, model, kind).inc(tokens)
 
     def _tenant(self, slug: str) -> str:
         return _bounded(self._tenants, slug, MAX_TENANTS)

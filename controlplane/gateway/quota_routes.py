@@ -18,7 +18,7 @@ from litestar.types import HTTPScope, Receive
 
 from controlplane.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, TidegateError
 from controlplane.gateway import quota_views as views
-from controlplane.gateway.asgi import RequestHead, read_body
+from controlplane.gateway.asgi import RequestHead, body_slices, read_body
 from controlplane.gateway.errors import ClientGoneError, MethodNotAllowedError
 from controlplane.gateway.key_ration import Ration
 from controlplane.gateway.quota_desk import QuotaDesk
@@ -57,6 +57,7 @@ class QuotaRoutes:
         self._use = use
         self._desk = desk
         self._wall = wall
+        self._bodies = body_slices()
         self._per_key, self._per_tenant = Ration(*PER_KEY), Ration(*PER_TENANT)
 
     async def answer(self, scope: HTTPScope, path: str, head: RequestHead, grant: KeyGrant, receive: Receive) -> bytes:
@@ -120,7 +121,7 @@ class QuotaRoutes:
 
     async def _ask(self, scope: HTTPScope, head: RequestHead, grant: KeyGrant, receive: Receive) -> views.MoreRequest:
         key = _idempotency_key(scope)
-        body, _ = await read_body(head, receive, LARGEST_BODY)
+        body, _ = await read_body(head, receive, LARGEST_BODY, self._bodies)
         try:
             spec = _MORE.decode(body)
         except msgspec.ValidationError as error:

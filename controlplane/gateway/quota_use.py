@@ -2,7 +2,7 @@
 
 Layer: service. The store that all gateways share is asked first; what it has forgotten or cannot tell is summed from
 the ledger where a day's or month's use is wanted, and is otherwise unknown with its reason: never a 0 that nobody knows
-(F9). It takes nothing and hydrates nothing.
+(F9). It takes nothing and hydrates nothing, but has a counter corrected that holds what nobody will settle.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from controlplane.admission.answers import Cold, ColdCounter, OutsideWindows, Reserved, Standing
+from controlplane.admission.answers import Cold, ColdCounter, DoubtedCounter, OutsideWindows, Reserved, Standing
 from controlplane.admission.charges import MOST_CHARGES, SIZES, Charge, Counter, Use, charges_for
 from controlplane.admission.leases import Leases
+from controlplane.admission.warm import Warmer
 from controlplane.gateway.metering import LedgerSum
 from controlplane.gateway.quotas import TenantLimits
 from controlplane.quotas.limits import effective
@@ -79,6 +80,7 @@ class UseReader:
         self._slots = asyncio.Semaphore(SUMS_AT_ONCE)
         self._leases = leases
         self._sum = sum_ledger
+        self._warmer = Warmer(leases)
         self._wall = wall
 
     async def of(self, grant: KeyGrant, tenant: TenantLimits, limits: Sequence[Limit]) -> dict[str, LimitUse]:
@@ -103,10 +105,15 @@ class UseReader:
         now = self._wall()
         charges = _charges(grant, tenant, limits, now)
         cold: dict[str, ColdCounter] = {}
+
+        def on_doubted(counter: DoubtedCounter) -> None:
+            limit = tenant.limit(counter.charge.quota_id)
+            self._warmer.doubt(grant.tenant_id, counter, lambda span: self._sum(grant, limit, span))
+
         for _ in range(ROUNDS):
             if not charges:
                 return {}, cold
-            outcome = await self._leases.standings(grant.tenant_id, charges)
+            outcome = await self._leases.standings(grant.tenant_id, charges, on_doubted)
             if isinstance(outcome, Cold):
                 cold |= {one.charge.quota_id: one for one in outcome.counters}
                 charges = tuple(charge for charge in charges if charge.quota_id not in cold)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
-from controlplane.admission.charges import Charge, Use, Windows, charges_for
+from controlplane.admission.charges import MONEY, SIZES, Charge, Use, Windows, charges_for
 from controlplane.gateway.cache import PolicyCache
 from controlplane.gateway.errors import capacity as out_of_capacity
 from controlplane.gateway.policy import PolicyChange
@@ -28,6 +28,21 @@ MOST_FOUND = 1024
 """Combinations of project, key and model whose limits a tenant keeps at hand."""
 
 LoadQuotas = Callable[[str], Awaitable[TenantQuotas | None]]
+
+
+class RequestLimits(tuple[Limit, ...]):
+    """The limits that one request must respect, and what is asked of them for each."""
+
+    sizes: tuple[Limit, ...]
+    """Those on what one request may be: they need no counter."""
+    of_money: bool
+    """Whether one of them counts money."""
+
+    def __new__(cls, limits: Iterable[Limit]) -> Self:
+        made = super().__new__(cls, limits)
+        made.sizes = tuple(limit for limit in made if limit.kind in SIZES)
+        made.of_money = any(limit.kind in MONEY for limit in made)
+        return made
 
 
 class _Charges(NamedTuple):
@@ -48,7 +63,7 @@ class TenantLimits:
         self.quotas = quotas
         self._index = LimitIndex(quotas)
         self._by_id = {limit.quota_id: limit for limit in quotas.limits}
-        self._found: dict[tuple[str, str, str], tuple[Limit, ...]] = {}
+        self._found: dict[tuple[str, str, str], RequestLimits] = {}
         self._charges: dict[int, _Charges] = {}
         """By the identity of a tuple of limits, which each entry keeps alive."""
         self._windows: Windows | None = None
@@ -59,7 +74,7 @@ class TenantLimits:
 
     __hash__ = None  # type: ignore[assignment]  # compared, never a key
 
-    def limits_for(self, grant: KeyGrant, model: str) -> tuple[Limit, ...]:
+    def limits_for(self, grant: KeyGrant, model: str) -> RequestLimits:
         """Every limit that a request of this key for `model` must respect."""
         name = (grant.project_id, grant.identity, model)
         found = self._found.get(name)
@@ -67,8 +82,8 @@ class TenantLimits:
             if len(self._found) >= MOST_FOUND:
                 self._found.clear()
                 self._charges.clear()
-            found = self._found[name] = self._index.limits_for(
-                project_id=grant.project_id, identity=grant.identity, model=model
+            found = self._found[name] = RequestLimits(
+                self._index.limits_for(project_id=grant.project_id, identity=grant.identity, model=model)
             )
         return found
 

@@ -154,8 +154,10 @@ class Relay:
         await self.interrupt(failure, error, mid_event=events.mid_event)
 
     async def _whole(self, response: Response) -> None:
-        body = await self._read(response)
         status = response.status
+        if 200 <= status < 300:
+            self._record.stream = False  # whatever was asked for
+        body = await self._read(response)
         if 200 <= status < 300:
             self.reading.read_body(body)
             self.started = True

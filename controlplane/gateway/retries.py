@@ -20,9 +20,14 @@ class RetryBudget:
         """One request was accepted."""
         self._saved = min(MOST_SAVED, self._saved + EARNED_PER_REQUEST)
 
+    @property
+    def left(self) -> bool:
+        """Whether there is one to spend."""
+        return self._saved >= 1.0
+
     def spend(self) -> bool:
         """Take one retry; False when there is none left."""
-        if self._saved < 1.0:
+        if not self.left:
             return False
         self._saved -= 1.0
         return True

@@ -122,8 +122,9 @@ def _count(raw: msgspec.Raw) -> int | None:
 
 
 def _output(members: Mapping[str, msgspec.Raw], default: int | None) -> int | None:
-    """The larger of the limits that the body sets, so that it holds whichever of them counts. Written as 5.0 a limit is
-    5: an engine takes it so or refuses it, and never does more.
+    """The larger of the limits that the body sets, so that it holds whichever of them counts; None for no limit, which
+    is what a negative one means to engines that do not refuse it. Written as 5.0 a limit is 5: an engine takes it so or
+    refuses it, and never does more.
     """
     limits: list[int] = []
     for name in ("max_tokens", "max_completion_tokens"):
@@ -134,7 +135,7 @@ def _output(members: Mapping[str, msgspec.Raw], default: int | None) -> int | No
             limit = _NUMBER.decode(raw)
         except msgspec.DecodeError:
             return None
-        if int(limit) != limit:
+        if limit < 0 or int(limit) != limit:
             return None
-        limits.append(max(0, int(limit)))
+        limits.append(int(limit))
     return max(limits) if limits else default

@@ -23,8 +23,10 @@ from controlplane.fleet.schemas import FleetView
 from controlplane.gateway.auth import KeyDirectory
 from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.quotas import QuotaDirectory
+from controlplane.gateway.table import PolicyTable
 from controlplane.quotas.schemas import Price, TenantQuotas
 from controlplane.settings import Secret
+from controlplane.slo.schemas import Slo
 from controlplane.tenants.schemas import KeyGrant
 
 MAGIC = b"tidegate-policy-1\n"
@@ -50,6 +52,8 @@ class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     quotas: list[TenantQuotas] = []
     """Without prices, which are every tenant's."""
     prices: tuple[Price, ...] = ()
+    slos: tuple[Slo, ...] = ()
+    """Objectives in force."""
 
 
 class SnapshotFile:
@@ -126,12 +130,14 @@ class SnapshotKeeper:
         keys: KeyDirectory,
         fleet: FleetDirectory,
         quotas: QuotaDirectory,
+        slos: PolicyTable[tuple[Slo, ...]],
         changed: asyncio.Event,
     ) -> None:
         self._file = file
         self._keys = keys
         self._fleet = fleet
         self._quotas = quotas
+        self._slos = slos
         self._changed = changed
         self._failing = False
 
@@ -146,6 +152,7 @@ class SnapshotKeeper:
             return
         self._keys.adopt(snapshot.grants)
         self._quotas.adopt(structs.replace(one, prices=snapshot.prices) for one in snapshot.quotas)
+        self._slos.restore(snapshot.slos)
         if snapshot.fleet is not None:
             self._fleet.adopt(snapshot.fleet)
         logger.info("Took the policy of epoch %d from disk, with %d keys", snapshot.epoch, len(snapshot.grants))
@@ -169,6 +176,7 @@ class SnapshotKeeper:
             fleet=view,
             quotas=[structs.replace(one, prices=()) for one in quotas],
             prices=newest.prices if newest is not None else (),
+            slos=self._slos.known or (),
         )
 
     def save(self, snapshot: PolicySnapshot) -> None:

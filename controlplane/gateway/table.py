@@ -25,12 +25,22 @@ T = TypeVar("T")
 
 
 class PolicyTable(Generic[T]):
-    """`load` reads all of `table`; `adopt` takes it. `run` ends only by cancellation."""
+    """`load` reads all of `table`; `adopt` takes it; `on_learned` hears when it is not what it was. `known` is what was
+    taken last, None before. `run` ends only by cancellation.
+    """
 
-    def __init__(self, table: str, load: Callable[[], Awaitable[T]], adopt: Callable[[T], None]) -> None:
+    def __init__(
+        self,
+        table: str,
+        load: Callable[[], Awaitable[T]],
+        adopt: Callable[[T], None],
+        on_learned: Callable[[], None] = lambda: None,
+    ) -> None:
         self._table = table
         self._load = load
         self._adopt = adopt
+        self._on_learned = on_learned
+        self.known: T | None = None
         self._wanted = asyncio.Event()
         self._away = False
 
@@ -55,8 +65,16 @@ class PolicyTable(Generic[T]):
             self._away = True
             return False
         self._away = False
-        self._adopt(value)
+        learned = value != self.known
+        self.restore(value)
+        if learned:
+            self._on_learned()
         return True
+
+    def restore(self, value: T) -> None:
+        """Take what was known before a restart, until it can be read."""
+        self.known = value
+        self._adopt(value)
 
     async def run(self) -> None:
         while True:

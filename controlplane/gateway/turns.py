@@ -18,13 +18,15 @@ from redis.asyncio import Redis
 
 from controlplane.admission import policy
 from controlplane.admission.bands import Band, Lane, lane_of
+from controlplane.admission.calibration import Calibrator
 from controlplane.admission.dispatch import Waiting, rules_of
 from controlplane.admission.fair_queue import FairQueue, QueueFullError
 from controlplane.admission.pace import Pace
 from controlplane.admission.places import Places
 from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcomer, Queued, QueueLimits, Refusal
-from controlplane.admission.prediction import Ahead, Calibration, PoolLoad, Prediction, StepCost, predict
+from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepCost, predict
 from controlplane.admission.queue import Grant, Rules
+from controlplane.admission.retry import Asker
 from controlplane.errors import CapacityError
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
@@ -35,18 +37,20 @@ from dataplane.protocol import HEADER_REASON
 
 RULES_S = 0.2
 """How long the sum of the replicas' credits is used before it is taken again."""
+TRUST_S = 30.0
+"""A speed that no first token has borne out for so long refuses nobody: if it refused all, it never would be."""
 STEP_BUDGET = 2048
 """Tokens of an engine's step, where nobody has told."""
 
 
 class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request that wants its turn. `most_input` bounds its prompt, `most_output` its answers, in tokens; `weight` is
-    its tenant's, `key` names its API key; `objective_s` the TTFT promised to it, `deadline_s` the client's own, both
-    from its arrival.
+    its tenant's, `asker` is known again when it comes back; `objective_s` the TTFT promised to it, `deadline_s` the
+    client's own, both from its arrival.
     """
 
     tenant: str
-    key: str
+    asker: Asker
     weight: float
     band: Band
     most_input: int
@@ -58,7 +62,7 @@ class Newly(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Turn:
     """A request that was let go; `end` it once, whatever becomes of it."""
 
-    __slots__ = ("_dispatched", "_line", "_modelled_s", "_most_input", "_predicted_s", "_request", "tag")
+    __slots__ = ("_dispatched", "_line", "_most_input", "_prediction", "_request", "tag")
 
     def __init__(
         self, line: Line, request: Waiting, tag: float, most_input: int, prediction: Prediction | None
@@ -68,8 +72,7 @@ class Turn:
         self._request = request
         self._most_input = most_input
         self._dispatched = time.monotonic()
-        self._predicted_s = prediction.ttft.value if prediction is not None else None
-        self._modelled_s = prediction.modelled_s if prediction is not None else 0.0
+        self._prediction = prediction
 
     @property
     def lane(self) -> Lane:
@@ -94,9 +97,9 @@ class Turn:
         line.pace.counted(request.tenant, self._most_input, record.prompt_tokens, cached, record.output_tokens)
         if record.ttft_s is None:
             return
-        line.pace.first_token(uncached, record.accepted + record.ttft_s - self._dispatched)
-        if self._predicted_s:
-            line.observed(self._modelled_s, self._predicted_s, record.ttft_s, uncached, cached)
+        line.first_token(uncached, record.accepted + record.ttft_s - self._dispatched)
+        if self._prediction is not None:
+            line.observed(request.tenant, self._prediction, record.ttft_s, uncached, cached)
 
 
 class Line:
@@ -128,12 +131,13 @@ class Line:
         self._limits = limits
         self._wait_s = wait_s
         self._rng = rng
-        self._calibration = Calibration(pool=pool)
+        self._calibrator = Calibrator(pool)
+        self._seen_at = time.monotonic()
         self._promised_until = 0.0
         self._queued: dict[str, Queued] = {}
         self._places = Places(limits, rng)
         self._uncached: dict[str, int] = {}
-        self._keys: dict[str, str] = {}
+        self._askers: dict[str, Asker] = {}
         self._serial = 0
         self._name = gateway
         self._rules = Rules(0, 0, 1, 0, 0)
@@ -192,7 +196,7 @@ class Line:
             epoch=epoch,
         )
 
-    def turn_away(self, tenant: str, key: str, weight: float, band: Band, most_input: int) -> None:
+    def turn_away(self, tenant: str, asker: Asker, weight: float, band: Band, most_input: int) -> None:
         """Refuse at once what a full line would not let in; costs no call. Raises CapacityError (503)."""
         if not self._queued:
             return
@@ -200,14 +204,14 @@ class Line:
         self._weights[tenant] = weight
         code = self._places.full_for(tenant, lane, band, self._weights)
         if code is not None:
-            retry_after_s = self._places.refuse(code, tenant, key, lane, time.monotonic())
+            retry_after_s = self._places.refuse(code, tenant, asker, lane, time.monotonic())
             self._metrics.was_refused(band, code)
             raise _refused(policy.full(self._limits, lane, retry_after_s, of_tenant=code == "tenant_queue_full"), None)
 
     async def turn(self, newly: Newly) -> Turn:
         """Wait for the request's turn. Raises CapacityError (503) when it is refused at once or in the end."""
         if not self.rules().slots:
-            raise capacity(f"No replica of {self.model!r} can take requests; try again.", "no_capacity")
+            raise self._credits.none_left(self.model)
         now = time.time()
         uncached, cached = self.pace.prompt(newly.tenant, newly.most_input)
         request = self._request(newly, uncached, cached, now)
@@ -223,7 +227,7 @@ class Line:
             return Turn(self, request, late.tag, newly.most_input, prediction)
         if self._closed is not None:
             raise self._closed()
-        grant = await self._stand(request, newly.key, now)
+        grant = await self._stand(request, newly.asker, now)
         self._metrics.went(newly.band, max(0.0, time.time() - now))
         return Turn(self, request, grant.tag, newly.most_input, prediction)
 
@@ -233,10 +237,17 @@ class Line:
         for request_id in list(self._queued):
             self.queue.leave(request_id, error())
 
-    def observed(self, modelled_s: float, predicted_s: float, ttft_s: float, uncached: int, cached: int) -> None:
-        """A stream whose TTFT was predicted has had its first token."""
-        self._metrics.ratio.observe(ttft_s / predicted_s)
-        self._calibration = self._calibration.observed(modelled_s, ttft_s, uncached=uncached, cached=cached)
+    def first_token(self, uncached: int, seconds: float) -> None:
+        """A stream had its first token so long after it was dispatched."""
+        self.pace.first_token(uncached, seconds)
+        self._seen_at = time.monotonic()
+
+    def observed(self, tenant: str, prediction: Prediction, ttft_s: float, uncached: int, cached: int) -> None:
+        """A stream whose TTFT was predicted has had its first token; the engine has counted its prompt."""
+        if prediction.ttft.value > 0:
+            self._metrics.ratio.observe(ttft_s / prediction.ttft.value)
+        modelled_s = prediction.modelled_of(uncached, cached)
+        self._calibrator.observed(tenant, modelled_s, ttft_s, uncached=uncached, cached=cached, now=time.monotonic())
 
     def _request(self, newly: Newly, uncached: int, cached: int, now: float) -> Waiting:
         self._serial += 1
@@ -267,7 +278,7 @@ class Line:
                 deadline_at=None if newly.deadline_s is None else now + newly.deadline_s,
             ),
             queued=tuple(self._queued.values()),
-            limits=self._places.limits_for(request.tenant, newly.key, request.lane, time.monotonic()),
+            limits=self._places.limits_for(request.tenant, newly.asker, request.lane, time.monotonic()),
             weights=self._weights,
             objective_s=newly.objective_s,
             prediction=prediction,
@@ -278,19 +289,19 @@ class Line:
         self._promised_until = admission.promised_until
         if admission.refusal is not None:
             self._metrics.was_refused(request.band, admission.refusal.code)
-            raise _refused(self._timed(admission.refusal, request, newly.key), prediction)
+            raise _refused(self._timed(admission.refusal, request, newly.asker), prediction)
         for victim in admission.shed:
-            key, shed = self._keys[victim], self._leave_line(victim)
+            asker, shed = self._askers[victim], self._leave_line(victim)
             assert shed is not None, "only who waits is shed"
-            wait_s = self._places.refuse("shed", shed.tenant, key, shed.lane, time.monotonic())
+            wait_s = self._places.refuse("shed", shed.tenant, asker, shed.lane, time.monotonic())
             if self.queue.leave(victim, _shed(wait_s)):
                 self._metrics.was_refused(shed.band, "shed")
 
-    def _timed(self, refusal: Refusal, request: Waiting, key: str) -> Refusal:
+    def _timed(self, refusal: Refusal, request: Waiting, asker: Asker) -> Refusal:
         """With the wait after which a place in line is kept, where that was what was missing."""
         if refusal.code not in {"queue_full", "tenant_queue_full"}:
             return refusal
-        wait_s = self._places.refuse(refusal.code, request.tenant, key, request.lane, time.monotonic())
+        wait_s = self._places.refuse(refusal.code, request.tenant, asker, request.lane, time.monotonic())
         return msgspec.structs.replace(refusal, retry_after_s=wait_s)
 
     def _leave_line(self, name: str) -> Queued | None:
@@ -300,18 +311,18 @@ class Line:
         return queued
 
     def _wait_out(self, request: Waiting) -> None:
-        key = self._keys[request.request_id]
-        wait_s = self._places.refuse("queue_wait_exceeded", request.tenant, key, request.lane, time.monotonic())
+        asker = self._askers[request.request_id]
+        wait_s = self._places.refuse("queue_wait_exceeded", request.tenant, asker, request.lane, time.monotonic())
         self.queue.leave(request.request_id, _waited_out(self._wait_s, wait_s))
 
-    async def _stand(self, request: Waiting, key: str, now: float) -> Grant:
+    async def _stand(self, request: Waiting, asker: Asker, now: float) -> Grant:
         name = request.request_id
         queued = self._queued[name] = Queued(
             request_id=name, tenant=request.tenant, lane=request.lane, band=request.band, arrived_at=now
         )
         self._places.stood(queued)
         self._uncached[name] = request.uncached
-        self._keys[name] = key
+        self._askers[name] = asker
         timer = asyncio.get_running_loop().call_later(self._wait_s, self._wait_out, request)
         try:
             return await self.queue.turn_of(request)
@@ -321,7 +332,7 @@ class Line:
                 "The pool's queue takes no more requests; try again.",
                 "queue_full",
                 layer=Layer.SCHEDULING,
-                retry_after_s=self._places.refuse("queue_full", request.tenant, key, request.lane, time.monotonic()),
+                retry_after_s=self._places.refuse("queue_full", request.tenant, asker, request.lane, time.monotonic()),
             ) from None
         except CapacityError as error:
             if error.code == "queue_wait_exceeded":
@@ -330,10 +341,11 @@ class Line:
         finally:
             timer.cancel()
             self._leave_line(name)
-            del self._uncached[name], self._keys[name]
+            del self._uncached[name], self._askers[name]
 
     def _predict(self, request: Waiting) -> Prediction | None:
-        cost, last = self.cost or self.pace.cost(), self.queue.last
+        now, last = time.monotonic(), self.queue.last
+        cost = self.cost or (self.pace.cost() if now - self._seen_at <= TRUST_S else None)
         if cost is None or last is None or not self._replicas:
             return None
         rules = self.rules()
@@ -350,7 +362,7 @@ class Line:
             cost,
             load,
             self._ahead(request, last.waiting),
-            self._calibration,
+            self._calibrator.of(request.tenant, now),
             uncached=request.uncached,
             cached=request.cached,
             output=request.output,

@@ -43,13 +43,13 @@ def usage() -> None:
 def totals(
     client: AdminClient, *, as_json: bool, since: datetime, until: datetime, tenant: str | None, by: str
 ) -> None:
-    """Sum the attempts that finished in a span."""
+    """Sum the attempts that finished in a span; the last column tells how many were canaries of the platform."""
     rows = client.call("GET", f"/usage/totals?{_query(since, until, tenant, by=by)}")
     if as_json:
         print_json(rows)
         return
-    lines = [(row["key"] or "none", *_used(row), _money(row)) for row in rows]
-    print_table((by, *_USED, "cost"), lines, empty="no usage in this span")
+    lines = [(row["key"] or "none", *_used(row), _money(row), str(row["canaries"]["attempts"])) for row in rows]
+    print_table((by, *_USED, "cost", "of canaries"), lines, empty="no usage in this span")
 
 
 @usage.command("statement")

@@ -41,9 +41,12 @@ class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageTotal(UsageSum, frozen=True, kw_only=True):
-    """One tenant's, model's or key's usage over a span. `key` is empty for attempts that named none."""
+    """One tenant's, model's or key's usage over a span. `key` is empty for attempts that named none. `canaries` are
+    those of the probe tenant among it: nobody's own use.
+    """
 
     key: str
+    canaries: UsageSum = UsageSum()
 
 
 class SumDifference(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,10 +30,11 @@ from controlplane.ledger.schemas import (
     UsageTotal,
 )
 from controlplane.ledger.spans import Segment
-from controlplane.ledger.sums import Whose, sums, usage_sum
+from controlplane.ledger.sums import Summed, Whose, sums, usage_sum
 from controlplane.paging import LARGEST, Cursor, Page, decode, page
 from controlplane.quotas.price_service import prices_between
 from controlplane.tenants import service as tenants
+from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import UsageRecord, encode
 
 MARGIN_S = 5.0
@@ -58,9 +59,21 @@ class Taken(NamedTuple):
     known: int
 
 
+class Recorded(NamedTuple):
+    """What became of replicas' counts: attempts stored, and how many were set aside because they came too late."""
+
+    stored: list[UsageRecord]
+    late: int
+
+
 async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[UsageRecord]:
-    """Store what replicas counted, of attempts not stored yet, with what each cost; returns those. All of `records` may
-    be acknowledged after the commit.
+    """As `record_from_replicas`; returns the attempts stored."""
+    return (await record_from_replicas(session, records)).stored
+
+
+async def record_from_replicas(session: AsyncSession, records: Sequence[UsageRecord]) -> Recorded:
+    """Store what replicas counted, of attempts not stored yet, with what each cost. All of `records` may be
+    acknowledged after the commit.
 
     The first record of an attempt wins: repeats, also within `records`, change nothing, whatever they say. What a
     gateway counted of the attempt and is still held is dropped; where it has become the row, because the replica was
@@ -71,7 +84,7 @@ async def record(session: AsyncSession, records: Sequence[UsageRecord]) -> list[
     fresh = await _store(session, await _costed(session, first), by_gateway=False)
     late = await repository.stored_by_gateway(session, [one for one in first if one not in fresh]) if first else set()
     await set_aside(session, [(first[attempt], LATE) for attempt in sorted(late)])
-    return [one for attempt, one in first.items() if attempt in fresh]
+    return Recorded([one for attempt, one in first.items() if attempt in fresh], len(late))
 
 
 async def record_from_gateways(session: AsyncSession, records: Sequence[UsageRecord]) -> Taken:
@@ -128,17 +141,39 @@ async def usage_totals(
     session: AsyncSession, *, by: UsageDimension, since: datetime, until: datetime, tenant: str | None = None
 ) -> list[UsageTotal]:
     """Usage of the attempts that finished in [since, until) by one dimension, most tokens first; the sums agree (F8).
+    What the probe tenant used is told in each of them.
 
     Raises InvalidRequestError when the span is empty, longer than `LONGEST_SPAN` or without time zone, and when there
     are more than `MOST_TOTALS` rows.
     """
     require_span(since, until)
-    rows = await sums(session, Segment(since, until), by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
+    span = Segment(since, until)
+    canaries = await _canaries(session, span, by, tenant)
+    rows = await sums(session, span, by=[by], whose=Whose(tenant=tenant), most=MOST_TOTALS + 1)
     if len(rows) > MOST_TOTALS:
         raise InvalidRequestError(
             f"there are more than {MOST_TOTALS} rows by {by}: ask for a shorter span or one tenant", param="by"
         )
-    return [UsageTotal(key=row.keys[0], **structs.asdict(usage_sum([row]))) for row in rows]
+    return [_total(row, canaries.get(row.keys[0], UsageSum()), by) for row in rows]
+
+
+async def _canaries(
+    session: AsyncSession, span: Segment, by: UsageDimension, tenant: str | None
+) -> dict[str, UsageSum]:
+    """What the probe tenant used of each total. Asked before the totals, so that a part is never more than its whole;
+    not at all where tenants are told apart.
+    """
+    if by is UsageDimension.TENANT or tenant not in (None, PROBE_TENANT):
+        return {}
+    rows = await sums(session, span, by=[by], whose=Whose(tenant=PROBE_TENANT), most=MOST_TOTALS)
+    return {row.keys[0]: usage_sum([row]) for row in rows}
+
+
+def _total(row: Summed, canaries: UsageSum, by: UsageDimension) -> UsageTotal:
+    total = usage_sum([row])
+    if by is UsageDimension.TENANT and row.keys[0] == PROBE_TENANT:
+        canaries = total
+    return UsageTotal(key=row.keys[0], canaries=canaries, **structs.asdict(total))
 
 
 def require_span(since: datetime, until: datetime) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
 
@@ -36,11 +36,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup is. `postgres` is the server's version, `revision` the database's migration, `parts` go by name."""
+    """What a backup is. `postgres` is the server's version in numbers, `revision` the database's migration, `parts` go
+    by name.
+    """
 
     format: int
     tidegate: str
-    postgres: str
+    postgres: Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)*$")]
     revision: str
     made_at: float
     secrets: bool

@@ -16,7 +16,7 @@ import msgspec
 from controlplane.tenants.schemas import Redaction
 
 LONGEST_MATCH = 8_192
-"""No pattern matches more characters, so that a text cut that much later than wanted is redacted up to its end."""
+"""No pattern of a rule matches more characters: a text cut that much later than wanted is redacted up to its end."""
 
 TEMPLATE = re.compile(r"[ -~]{3,64}")
 _CLASSES = {"#": "[0-9]", "@": "[A-Za-z]", "?": "[A-Za-z0-9]"}
@@ -37,6 +37,13 @@ _CREDENTIAL = (
     r"|(?i:\b(?:password|passwd|secret|api[_-]?key|access[_-]?token)\b[\"']?[ ]?[:=][ ]?[\"']?)[^\s\"',;&]{3,200}"
     r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[A-Za-z0-9+/=\s\\]{0,6000}"
 )
+_DATA_URL = re.compile(
+    r"(?i:\bdata:(?:([a-z]{1,20})/[a-z0-9.+-]{1,80})?(?:;[a-z0-9-]{1,40}=[\"'a-z0-9._+-]{1,80}){0,4};base64,)"
+    r"[A-Za-z0-9+/_=%-]*(?:\r?\n[A-Za-z0-9+/_=]{40,})*"
+)
+"""Bytes in a text: nothing in them can be seen, so that they are never kept. It has no longest match, but begins with
+one of a few letters, and what it has matched is not looked at again."""
+_MEDIA = frozenset({"image", "audio", "video"})
 _BUILT_IN = {
     # secrets first: a key may hold what looks like an address or a number
     Redaction.SECRETS: _CREDENTIAL,
@@ -75,7 +82,10 @@ def check_template(template: str) -> str:
 
 
 class Redactor:
-    """Compiled rules of one tenant. Raises ValueError for a template that is none."""
+    """Compiled rules of one tenant. Raises ValueError for a template that is none.
+
+    Whatever its rules, a data URL's bytes are replaced by their kind: image, audio, video or file.
+    """
 
     def __init__(self, kinds: Iterable[Redaction], templates: Iterable[str] = ()) -> None:
         wanted = set(kinds)
@@ -107,6 +117,9 @@ class Redactor:
             yield from ((places[start], places[end], name) for start, end, name in self._spans(plain))
 
     def _spans(self, text: str) -> Iterator[tuple[int, int, str]]:
+        for found in _DATA_URL.finditer(text):
+            kind = (found.group(1) or "").lower()
+            yield found.start(), found.end(), kind if kind in _MEDIA else "file"
         for name, pattern in self._patterns:
             for found in pattern.finditer(text):
                 if name != "card":

@@ -143,6 +143,32 @@ def end_grant(client: AdminClient, *, as_json: bool, quota_id: str, grant_id: st
     _show_grants([ended], as_json, single=True)
 
 
+@quota.command("ask")
+@click.argument("tenant")
+@click.argument("quota_id")
+@click.argument("amount", type=click.IntRange(min=1))
+@click.option("--until", type=TIME, default=None, help="In UTC; for good when left out.")
+@click.option("--reason", required=True)
+@IDEMPOTENCY
+@talks
+def ask(
+    client: AdminClient,
+    *,
+    as_json: bool,
+    tenant: str,
+    quota_id: str,
+    amount: int,
+    until: datetime | None,
+    reason: str,
+    idempotency_key: str | None,
+) -> None:
+    """Ask, for TENANT, for AMOUNT more of a limit."""
+    ends = _utc(until)
+    body = {"quota_id": quota_id, "amount": amount, "reason": reason, "until": ends.isoformat() if ends else None}
+    path = f"/tenants/{segment(tenant)}/quota-requests"
+    _show_requests([client.call("POST", path, body, terminal.headers(idempotency_key))], as_json, single=True)
+
+
 @quota.command("requests")
 @click.option("--tenant", default=None, help="Only this tenant's.")
 @click.option("--state", type=click.Choice([each.value for each in RequestState]), default=None)

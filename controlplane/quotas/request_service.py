@@ -78,12 +78,14 @@ async def ask_with_key(
     """As `ask`, by a tenant's key and about a limit that this key meets: any other one does not exist for it."""
     _check(spec.reason, spec.until)
     await requests.lock(session, asker.tenant_id)
-    if (before := await _before(session, asker.tenant_id, idempotency_key)) is not None:
-        _check_repeat(before, spec, {"quota_id": (spec.quota_id, before.quota_id), "hard": (spec.hard, before.wanted)})
-        return request_view(before)
     quota = await repository.quota(session, spec.quota_id)
     if quota is None or not asker.meets(quota.tenant_id, quota.project, quota.key_identity):
         raise NotFoundError("this key meets no such limit", code="quota_not_found", param="quota_id")
+    if (before := await _before(session, asker.tenant_id, idempotency_key)) is not None:
+        if not asker.meets(before.tenant_id, before.project, before.key_identity):
+            raise ConflictError("another key has used this idempotency key already", code="idempotency_mismatch")
+        _check_repeat(before, spec, {"quota_id": (spec.quota_id, before.quota_id), "hard": (spec.hard, before.wanted)})
+        return request_view(before)
     if quota.hard is None:
         raise InvalidRequestError("this limit refuses nothing: it only warns", param="quota_id")
     if spec.hard <= quota.hard:
@@ -148,7 +150,7 @@ async def approve(
     given = given or ApprovalSpec()
     async with session.begin_nested():  # a refusal leaves the request open, whatever the caller makes of it
         asked = await get_request(session, request_id)
-        amount = asked.amount if given.amount is UNSET else given.amount
+        amount = await _missing(session, asked) if given.amount is UNSET else given.amount
         until = asked.until if given.until is UNSET else given.until
         check_more(amount)
         if given.until is not UNSET and given.until is not None:
@@ -165,6 +167,13 @@ async def decline(session: AsyncSession, request_id: UUID, *, by: str, note: str
     """Give nothing. Raises NotFoundError, or ConflictError when it is decided already."""
     note = check_text("note", note, optional=True)
     return request_view(await _decide(session, request_id, RequestState.DECLINED, decided_by=by, note=note))
+
+
+def missing(asked: QuotaRequestView, hard: int | None) -> int:
+    """By how much a limit that is `hard` now is below what was asked for; what was asked for may have been given, in
+    whole or in part, since. Zero or less when nothing is missing.
+    """
+    return asked.amount if asked.wanted is None or hard is None else asked.wanted - hard
 
 
 def request_view(row: QuotaRequest) -> QuotaRequestView:
@@ -190,6 +199,19 @@ def request_view(row: QuotaRequest) -> QuotaRequestView:
         given_until=row.given_until,
         created_at=row.created_at,
     )
+
+
+async def _missing(session: AsyncSession, asked: QuotaRequestView) -> int:
+    """`missing` of the limit as it is, which stays so until the transaction ends. Raises ConflictError."""
+    quota = None if asked.quota_id is None else await repository.quota(session, asked.quota_id, lock=True)
+    if quota is None or asked.state is not RequestState.OPEN:
+        return asked.amount
+    amount = missing(asked, quota.hard)
+    if amount <= 0:
+        raise ConflictError(
+            f"the limit is {quota.hard} already, and {asked.wanted} was asked for: decline it", code="given_already"
+        )
+    return amount
 
 
 async def _quota(session: AsyncSession, owner: Owner, spec: QuotaRequestSpec) -> Quota:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.errors import ConflictError
+from controlplane.errors import ConflictError, NotFoundError
 from controlplane.quotas import price_repository, price_service, repository, service
 from controlplane.quotas.models import PriceRow
 from controlplane.quotas.schemas import Away, QuotaKind
@@ -35,7 +35,11 @@ async def restore_quota(session: AsyncSession, before: Row | None, after: Row | 
         patch = QuotaPatch(**{**{name: before[name] for name in _LIMITS}, "away": Away(before["away"])})
         await service.change_quota(session, UUID(before["id"]), patch)
         return
-    owner = await resolve_owner(session, UUID(before["tenant_id"]), project=before["project"])
+    project_id = UUID(before["project_id"]) if before["project_id"] is not None else None
+    try:
+        owner = await resolve_owner(session, UUID(before["tenant_id"]), project=project_id)
+    except NotFoundError as error:
+        raise _final(f"its {error.param} is gone") from error
     kind, away = QuotaKind(before["kind"]), Away(before["away"])
     check_quota(kind=kind, soft=before["soft"], hard=before["hard"], away=away, local=before["local"])
     if await repository.count_quotas(session, owner.tenant_id) >= service.MOST_QUOTAS:

@@ -35,6 +35,8 @@ class QuotaKind(enum.StrEnum):
     MAX_PROMPT_TOKENS = "max_prompt_tokens"
     MAX_OUTPUT_TOKENS = "max_output_tokens"
 
+    __hash__ = str.__hash__  # looked up for each limit of each request; enum's own hash is a call of Python's
+
 
 class Away(enum.StrEnum):
     """What a limit does while Redis cannot be asked: refuse, count in each gateway on its own, or let pass."""

@@ -11,7 +11,7 @@ from controlplane.telemetry.background import running
 from controlplane.telemetry.controllers import api, take_gateway_report, take_report
 from controlplane.telemetry.ingest import Ingestor
 from controlplane.telemetry.labels import KnownLabels
-from controlplane.telemetry.metrics import IntakeMetrics, Refusal
+from controlplane.telemetry.metrics import IntakeMetrics, Refusal, Unbilled
 from controlplane.telemetry.scrape import DatabaseGauges, LabelLearner
 from controlplane.telemetry.windows import GATEWAY
 
@@ -23,11 +23,16 @@ def component(resources: Resources) -> Component:
     publisher = LoadPublisher(resources.redis)
     ingestor = Ingestor(resources.engine, publisher, metrics)
     learner = LabelLearner(resources, labels)
+
+    def stream_refused(number: int) -> None:
+        ingestor.refused(GATEWAY, Refusal.USAGE, number)
+        metrics.count_refused(GATEWAY, Unbilled.UNFIT, number)
+
     consumer = StreamConsumer(
         resources.engine,
         resources.redis,
         on_stored=metrics.count_usage,
-        on_refused=lambda number: ingestor.refused(GATEWAY, Refusal.USAGE, number),
+        on_refused=stream_refused,
         on_taken=metrics.count_taken,
     )
     settler = HeldSettler(resources.engine, on_stored=metrics.count_settled)

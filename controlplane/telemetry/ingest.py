@@ -21,7 +21,7 @@ from controlplane.errors import CapacityError, InvalidRequestError
 from controlplane.fleet.live import LoadPublisher
 from controlplane.outage import away
 from controlplane.telemetry.intake import Incoming, Stored, store
-from controlplane.telemetry.metrics import IntakeMetrics, Refusal
+from controlplane.telemetry.metrics import IntakeMetrics, Refusal, Unbilled
 from controlplane.telemetry.validation import RefusedError
 from controlplane.telemetry.windows import ENGINE, GATEWAY
 from dataplane.protocol import Report, ReportAck
@@ -147,6 +147,8 @@ class Ingestor:
             if not waiting.done.done():
                 waiting.done.set_result(outcome)
         self.refused(ENGINE, Refusal.USAGE, stored.refused_usage)
+        self._metrics.count_refused(ENGINE, Unbilled.UNFIT, stored.refused_usage)
+        self._metrics.count_refused(ENGINE, Unbilled.LATE, stored.late_usage)
         self.refused(ENGINE, Refusal.WINDOW, stored.refused_windows)
         self._metrics.count_usage(stored.usage)
         self._publisher.offer(stored.loads)

@@ -44,6 +44,7 @@ class Stored:
     """Attempts that were not in the ledger before."""
     refused_windows: int = 0
     refused_usage: int = 0
+    late_usage: int = 0
 
 
 @dataclass(slots=True)
@@ -74,7 +75,8 @@ async def store(session: AsyncSession, batch: Sequence[Incoming], now: float) ->
     rows = newest(row for part in parts.values() for row in part.rows)
     changed = await repository.put_windows(session, WINDOW_SECONDS, rows)
     await refusals.put(session, [one for part in parts.values() for one in part.refusals])
-    result.usage = await ledger.record(session, [one for part in parts.values() for one in part.usage])
+    recorded = await ledger.record_from_replicas(session, [one for part in parts.values() for one in part.usage])
+    result.usage, result.late_usage = recorded
     await ledger.set_aside(session, [one for part in parts.values() for one in part.set_aside])
     await repository.touch(session, MINUTE_JOB, {aligned(start, 60) for start in changed})
     epoch = await tenants.policy_epoch(session)

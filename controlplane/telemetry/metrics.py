@@ -17,6 +17,7 @@ from controlplane.canaries.schemas import CanaryState, CanaryView
 from controlplane.ledger.service import Taken
 from controlplane.telemetry.labels import KnownLabels
 from controlplane.telemetry.taskstats import OUTCOMES, TaskCount
+from controlplane.telemetry.windows import ENGINE, GATEWAY
 from dataplane.protocol import ReplicaState, UsageRecord
 
 
@@ -31,6 +32,17 @@ class Refusal(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     STORE_AWAY = "store_away"
     DEFECT = "defect"
+
+
+class Unbilled(enum.StrEnum):
+    """Why a usage record was set aside: no bill could carry it, or it came after its gateway's count was billed."""
+
+    UNFIT = "unfit"
+    LATE = "late"
+
+
+UNBILLED = ((ENGINE, Unbilled.UNFIT), (ENGINE, Unbilled.LATE), (GATEWAY, Unbilled.UNFIT))
+"""Whose records are set aside, and why. A gateway's is never late: its replica's own goes before it."""
 
 
 class IntakeMetrics:
@@ -67,6 +79,14 @@ class IntakeMetrics:
             ["tenant", "model", "kind"],
             registry=registry,
         )
+        self.usage_refused = Counter(
+            "tidegate_usage_refused_records",
+            "Usage records that were set aside and are on no bill: no ledger could hold them, or they came too late.",
+            ["source", "cause"],
+            registry=registry,
+        )
+        for source, cause in UNBILLED:
+            self.usage_refused.labels(source, cause.value)
         self.usage_stream = Counter(
             "tidegate_usage_stream_records",
             "Usage records taken from gateways: stored at once, held for the replica's own, or known before.",
@@ -113,6 +133,10 @@ class IntakeMetrics:
             self.usage_tokens.labels(tenant, model, "prompt").inc(record.prompt_tokens)
             self.usage_tokens.labels(tenant, model, "cached").inc(record.cached_tokens)
             self.usage_tokens.labels(tenant, model, "output").inc(record.output_tokens)
+
+    def count_refused(self, source: str, cause: Unbilled, number: int) -> None:
+        """Count records that were set aside; `source` and `cause` are one of UNBILLED."""
+        self.usage_refused.labels(source, cause.value).inc(number)
 
     def count_taken(self, taken: Taken) -> None:
         """Count a batch of gateways' records."""

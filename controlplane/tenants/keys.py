@@ -24,6 +24,9 @@ SECRET_DIGITS = 43
 CHECKSUM_DIGITS = 6
 DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
+_PAIRS = [high + low for high in DIGITS for low in DIGITS]
+"""Base-62 digits two at a time: the checksum of each request's key is written by it."""
+
 _SHAPE = re.compile(rf"{PREFIX}_([0-9A-Za-z]{{{ID_DIGITS}}})_([0-9A-Za-z]{{{SECRET_DIGITS}}})([0-9A-Za-z]{{6}})")
 
 
@@ -78,7 +81,9 @@ def hash_secret(secret: str) -> bytes:
 
 
 def _checksum(body: str) -> str:
-    return _base62(zlib.crc32(body.encode()), CHECKSUM_DIGITS)
+    rest, low = divmod(zlib.crc32(body.encode()), len(_PAIRS))
+    high, middle = divmod(rest, len(_PAIRS))
+    return _PAIRS[high] + _PAIRS[middle] + _PAIRS[low]
 
 
 def _base62(number: int, width: int) -> str:

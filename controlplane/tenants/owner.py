@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import and_, select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from controlplane.errors import NotFoundError
 from controlplane.tenants.models import ApiKey, PolicyState, Project, Tenant
@@ -44,9 +45,9 @@ async def claims_of(session: AsyncSession, slugs: Sequence[str]) -> dict[str, Te
 
 
 async def resolve_owner(
-    session: AsyncSession, tenant: str | UUID, *, project: str | None = None, key_id: str | None = None
+    session: AsyncSession, tenant: str | UUID, *, project: str | UUID | None = None, key_id: str | None = None
 ) -> Owner:
-    """The tenant of a slug or id, and of it the project and the key that are named. One query.
+    """The tenant of a slug or id, and of it the project, of a slug or id, and the key that are named. One query.
 
     Raises NotFoundError naming what bodies call it: slug, project or key.
     """
@@ -59,9 +60,9 @@ async def resolve_owner(
             Project.id,
             ApiKey.identity,
         )
-        .outerjoin(Project, and_(Project.tenant_id == Tenant.id, Project.slug == project))
+        .outerjoin(Project, and_(Project.tenant_id == Tenant.id, _is(project, Project.id, Project.slug)))
         .outerjoin(ApiKey, and_(ApiKey.tenant_id == Tenant.id, ApiKey.key_id == key_id))
-        .where(Tenant.id == tenant if isinstance(tenant, UUID) else Tenant.slug == tenant)
+        .where(_is(tenant, Tenant.id, Tenant.slug))
     )
     row = found.one_or_none()
     if row is None:
@@ -69,13 +70,19 @@ async def resolve_owner(
     tenant_id, slug, time_zone, epoch, project_id, identity = row
     if project is not None and project_id is None:
         raise NotFoundError(
-            f"the tenant {slug} has no project {project[:40]}", code="project_not_found", param="project"
+            f"the tenant {slug} has no project {str(project)[:40]}", code="project_not_found", param="project"
         )
     if key_id is not None and identity is None:
         raise NotFoundError(f"the tenant {slug} has no API key {key_id[:11]}", code="key_not_found", param="key")
     return Owner(
         tenant_id=tenant_id, tenant=slug, time_zone=time_zone, epoch=epoch, project_id=project_id, identity=identity
     )
+
+
+def _is(
+    named: str | UUID | None, ids: InstrumentedAttribute[UUID], slugs: InstrumentedAttribute[str]
+) -> ColumnElement[bool]:
+    return ids == named if isinstance(named, UUID) else slugs == named
 
 
 async def active_owners(session: AsyncSession, *, after: UUID | None, limit: int) -> list[Owner]:

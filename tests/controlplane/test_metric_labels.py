@@ -28,7 +28,7 @@ from controlplane.gateway.upstream import Cause
 from controlplane.quotas.schemas import QuotaKind, QuotaLevel
 from controlplane.settings import Settings
 from controlplane.telemetry import rollups, taskstats
-from controlplane.telemetry.metrics import Refusal
+from controlplane.telemetry.metrics import Refusal, Unbilled
 from controlplane.telemetry.taskstats import MAX_TASKS, TaskStats
 from controlplane.telemetry.windows import ENGINE, GATEWAY
 from controlplane.worker import create_worker
@@ -60,7 +60,7 @@ def allowed(settings: Settings, *, tenants: set[str], models: set[str]) -> Allow
         "status": {f"{n}xx" for n in range(1, 6)} | OTHER,
         "outcome": {*Outcome, *taskstats.OUTCOMES} | OTHER,
         "kind": {"prompt", "cached", "output", *QuotaKind},
-        "cause": {*Cause, *Refusal},
+        "cause": {*Cause, *Refusal, *Unbilled},
         "retried": {"yes", "no"},
         "result": {*ASKED, *ENDED, *UNANSWERED},
         "source": {ENGINE, GATEWAY},

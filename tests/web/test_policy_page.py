@@ -17,6 +17,8 @@ from controlplane.quotas.schemas import QuotaKind
 from controlplane.quotas.views import QuotaPatch, QuotaRequestSpec, QuotaRequestView, QuotaSpec, QuotaView
 from controlplane.settings import Settings
 from controlplane.telemetry.intake import store
+from controlplane.tenants.prompt_logging import set_prompt_logging
+from controlplane.tenants.schemas import PromptLogging
 from controlplane.tenants.service import policy_epoch
 from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
 from tests.controlplane.telemetry.reports import gateway_report
@@ -83,6 +85,27 @@ async def test_f17_one_click_takes_a_change_back_and_a_second_is_told_why_not(op
     assert answer.status_code == 409
     assert "It has changed since" in answer.text
     assert (await now(operator, quota)).hard == 1000
+
+
+async def test_each_field_of_a_prompt_log_is_told_on_its_own(operator: Deployment) -> None:
+    engine = operator.app.state.resources.engine
+    for wanted in (PromptLogging(retention_days=7, templates=["EMP-####"]), PromptLogging(retention_days=3)):
+        async with transaction(engine) as session:
+            await set_prompt_logging(session, operator.tenant, wanted)
+        _, row = newest(await operator.client.get("/policy"))
+        assert "{" not in row
+    assert "prompt log retention days: 7 → 3" in row
+    assert "prompt log templates: EMP-#### → —" in row
+    assert "redact" not in row
+
+
+async def test_a_limit_of_money_is_told_in_its_unit(operator: Deployment) -> None:
+    async with transaction(operator.app.state.resources.engine) as session:
+        spec = QuotaSpec(kind=QuotaKind.MONEY_PER_DAY, hard=2_500_000)
+        quota = await service.create_quota(session, operator.tenant, spec)
+        await service.change_quota(session, quota.id, QuotaPatch(hard=3_000_001))
+    _, row = newest(await operator.client.get("/policy"))
+    assert "hard: 2.500000 units of money → 3.000001 units of money" in row
 
 
 async def test_a_viewer_sees_changes_and_no_way_to_take_them_back(operator: Deployment) -> None:

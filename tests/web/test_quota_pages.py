@@ -115,6 +115,25 @@ async def test_a_limit_is_made_changed_raised_and_removed_with_forms(operator: D
     assert (await operator.client.get(detail)).status_code == 404
 
 
+async def test_money_is_shown_in_its_unit_and_everything_else_as_it_is_counted(operator: Deployment) -> None:
+    money = QuotaSpec(kind=QuotaKind.MONEY_PER_MONTH, soft=1_000_000, hard=12_500_000)
+    quota = await made(operator, money)
+    raised = {"amount": "250000", "expires_at": TOMORROW, "reason": "launch"}
+    assert (await post(operator, f"/quotas/{quota.id}/grants", raised)).status_code == 303
+    for path in (f"/quotas/{quota.id}", f"/tenants/{quota.tenant}/quotas"):
+        page = text_of(await operator.client.get(path))
+        for amount in ("1.000000", "12.500000", "0.250000"):
+            assert f"{amount}&nbsp;units of money" in page
+        assert "12,500,000" not in page
+    tokens = await made(operator)
+    assert "units of money" not in text_of(await operator.client.get(f"/quotas/{tokens.id}"))
+
+
+def text_of(page: httpx.Response) -> str:
+    assert page.status_code == 200, page.text
+    return re.sub(r"<[^>]+>", "", page.text)
+
+
 async def test_a_repeat_key_that_no_form_of_ours_has_is_refused(operator: Deployment) -> None:
     quota = await made(operator)
     form = {"kind": "requests_per_minute", "hard": "1,000", "away": "closed", "idempotency_key": "x" * 5000}

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 import pytest
 import pytest_asyncio
 from pyarrow import parquet
-from sqlalchemy import event
 
 from controlplane.console import presenters
 from controlplane.db import transaction
@@ -26,6 +25,7 @@ from tests.controlplane.ledger.test_sums import price, set_prices
 from tests.controlplane.telemetry.reports import gateway_report, usage
 from tests.factories.rows import make_tenant
 from tests.services import Databases
+from tests.web.test_pages import counted_queries
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -138,14 +138,7 @@ async def test_f8_every_page_api_route_and_export_says_the_same(operator: Deploy
 
 
 async def test_f31_the_pages_take_a_bounded_number_of_queries(operator: Deployment) -> None:
-    statements: list[str] = []
-
-    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        statements.append(statement)
-
-    engine = operator.app.state.resources.engine.sync_engine
-    event.listen(engine, "before_cursor_execute", note)
-    try:
+    with counted_queries(operator.app.state.resources.engine) as statements:
         for path, sums in (
             (f"/tenants/acme/usage?month={MONTH}", 1),
             (f"/usage?month={MONTH}", 1),
@@ -156,8 +149,6 @@ async def test_f31_the_pages_take_a_bounded_number_of_queries(operator: Deployme
             assert sum("usage_daily" in one for one in statements) == sums, statements
             tables = ("usage_daily", "usage_held", "gateways", "replicas", "tenants")
             assert sum(any(f"FROM {name}" in one for name in tables) for one in statements) <= 4, statements
-    finally:
-        event.remove(engine, "before_cursor_execute", note)
 
 
 async def test_a_month_without_usage_and_one_that_is_none_say_so(operator: Deployment) -> None:

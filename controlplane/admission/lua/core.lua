@@ -23,7 +23,7 @@ local DAY = 86400 * SECOND
 local WRITTEN_OFF = 3600 * SECOND -- after its expiry; nobody keeps a lease alive for longer than that
 local SWEPT = 128            -- leases one call looks at; more than one call gives the same expiry
 local SETTLED_KEPT = 60 * SECOND
-local QUIET_MS = 8 * 86400000
+local QUIET_MS = 33 * 86400000 -- longer than any window: to its end it is known what dead leases hold of it
 
 local request = cmsgpack.unpack(ARGV[1])
 local now = server_time()

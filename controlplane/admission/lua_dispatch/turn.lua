@@ -122,6 +122,7 @@ for _, dead in ipairs(call('ZRANGEBYSCORE', GATEWAYS, '-inf', '(' .. exact(now -
     meta['number:' .. dead], changed['number:' .. dead] = nil, nil
   end
 end
+local reaping = call('ZCOUNT', GATEWAYS, '-inf', '(' .. exact(now - DEAD_S)) > 0
 
 -- Service, once for each message.
 if number > get('number:' .. gateway) then
@@ -300,4 +301,5 @@ local used_slots = get('slots0') + get('slots1')
 return cmsgpack.pack({
   get('sequence'), now, false, grants, refused, poked,
   call('HLEN', REQUESTS) - used_slots, used_slots, get('tokens0') + get('tokens1'), call('ZCARD', GATEWAYS), get('slots1'),
+  reaping,
 })

@@ -130,7 +130,7 @@ async def _context(
 def _form(log: PromptLogView) -> Form:
     values = {
         "retention_days": str(log.retention_days),
-        "sample": f"{log.sample * 100:g}",
+        "sample": f"{log.sample * 100:.9g}",
         "templates": ", ".join(log.templates),
     }
     return Form(values | {kind.value: "on" for kind in log.redact})

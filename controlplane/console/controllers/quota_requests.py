@@ -95,14 +95,15 @@ async def _decide(session: AsyncSession, request_id: UUID, data: DecisionForm, b
 
 async def _context(session: AsyncSession, request_id: UUID, form: Form | None = None) -> dict[str, Any]:
     asked = await request_service.get_request(session, request_id)
+    quota = None if asked.quota_id is None else await service.get_quota(session, asked.quota_id)
     return {
         "asked": asked,
-        "quota": None if asked.quota_id is None else await service.get_quota(session, asked.quota_id),
-        "form": form or Form(_as_asked(asked)),
+        "quota": quota,
+        "form": form or Form(_as_asked(asked, None if quota is None else quota.hard)),
         "kinds": dict(KINDS),
     }
 
 
-def _as_asked(asked: QuotaRequestView) -> dict[str, str]:
+def _as_asked(asked: QuotaRequestView, hard: int | None) -> dict[str, str]:
     until = "" if asked.until is None else asked.until.strftime("%Y-%m-%dT%H:%M")
-    return {"amount": str(asked.amount), "until": until, "note": ""}
+    return {"amount": str(max(0, request_service.missing(asked, hard))), "until": until, "note": ""}

@@ -48,6 +48,15 @@ class Bench:
 Part = Callable[[Bench], Section]
 
 
+def ratio(ours: float, plain: float) -> float | None:
+    """Ours over the plain relay's; None where the relay's is lost in the noise, at 0 or below."""
+    return ours / plain if plain > 0 else None
+
+
+def times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}×"
+
+
 def ms(value: float) -> str:
     return f"{value:.2f}"
 

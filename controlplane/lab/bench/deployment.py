@@ -1,8 +1,8 @@
 """The deployment under the bench: what `tidegate up` starts, with a fake engine as its one replica.
 
 Layer: service. Real PostgreSQL, Valkey, control plane, worker and gateway in a temporary folder on free ports, a tenant
-and a key made through the admin API. The gateway has a core of its own; everything else shares the others. It measures
-nothing.
+and a key made through the admin API. The gateway has a core of its own, which only the plain relay shares, the bench's
+control, while nothing goes to the gateway; everything else shares the others. It measures nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Self
 
 from rich.console import Console
 
-from controlplane.lab.bench import requests
+from controlplane.lab.bench import plain_relay, requests
 from controlplane.lab.bench.processes import Cores, choose_cores, pin
 from controlplane.lab.bench.requests import Target
 from controlplane.local.child import Child, spawn
@@ -52,6 +52,7 @@ LIMITED = (
 """Limits that every request takes a lease on: one of each counter, and two of a minute."""
 UNREACHED = 10**12
 READY_S = 30.0
+FAKE_ENGINE = "fake engine"
 OURS = ("TIDEGATE_", "DATABASE_URL", "REDIS_URL")
 
 
@@ -78,17 +79,19 @@ class Deployment:
         self._display = Watching(console)
         self._folder = tempfile.TemporaryDirectory(prefix="tidegate-bench-")
         self._engine: Child | None = None
+        self._relay: Child | None = None
         self._before = os.sched_getaffinity(0)
         self.cores: Cores = choose_cores(self._before)
         self.home = Path(self._folder.name)
         self.ports = Ports.free()
-        self.engine_port = free_ports(1)[0]
+        self.engine_port, relay_port = free_ports(2)
         self.pool, self.model = model_names(Options(home=self.home).model)
         self._stack = Stack(
             Options(home=self.home / "home", ports=self.ports, replica=False), self._display, environment(os.environ)
         )
         self.direct = Target("engine", self.engine_port, "none", self.model)
         self.gateway = Target("gateway", self.ports.gateway, "", self.model)
+        self.plain = Target(plain_relay.NAME, relay_port, "none", self.model)
 
     def __enter__(self) -> Self:
         try:
@@ -108,6 +111,11 @@ class Deployment:
         return self._stack.pids()["gateway"]
 
     @property
+    def plain_pid(self) -> int:
+        assert self._relay is not None
+        return self._relay.pid
+
+    @property
     def redis_url(self) -> str:
         """Where the deployment's Valkey answers, its password included."""
         return EmbeddedValkey(self._stack.home.valkey, self.ports.valkey).url
@@ -122,15 +130,17 @@ class Deployment:
         self._stack.turn(0.0)
         if self._display.ended_units:
             raise LocalError(f"{'; '.join(self._display.ended_units)} while it was measured")
-        if self._engine is not None and self._engine.returncode is not None:
-            said = last_line(self._stack.home.log("engine"))
-            raise LocalError(f"the fake engine ended while it was measured: {said}")
+        for child in (self._engine, self._relay):
+            if child is not None and child.returncode is not None:
+                said = last_line(self._stack.home.log(child.name))
+                raise LocalError(f"the {child.name} ended while it was measured: {said}")
 
     def stop(self) -> None:
         """End all of it; harmless when nothing runs."""
-        if self._engine is not None:
-            self._engine.stop(signal.SIGTERM, 2.0)
-            self._engine = None
+        for child in (self._relay, self._engine):
+            if child is not None:
+                child.stop(signal.SIGTERM, 2.0)
+        self._relay = self._engine = None
         self._stack.stop()
         os.sched_setaffinity(0, self._before)
         self._folder.cleanup()
@@ -145,6 +155,7 @@ class Deployment:
             pin(pid, {self.cores.gateway} if name == "gateway" else self.cores.rest)
         self.gateway = dataclasses.replace(self.gateway, key=self._key(running))
         self._start_engine()
+        self._start_relay()
         self._wait_for_route()
 
     def _key(self, running: Running) -> str:
@@ -162,14 +173,21 @@ class Deployment:
         command += ["--model", self.model, "--pool", self.pool]
         command += ["--control-url", f"http://127.0.0.1:{self.ports.control}"]
         self._engine = spawn(
-            "engine",
+            FAKE_ENGINE,
             command,
-            log=self._stack.home.log("engine"),
+            log=self._stack.home.log(FAKE_ENGINE),
             environment={**os.environ, "TIDEGATE_INTERNAL_TOKEN": token},
             cwd=self.home,
         )
         pin(self._engine.pid, {self.cores.load})
         self._until(lambda: answers_ok(f"http://127.0.0.1:{self.engine_port}/healthz"), "the fake engine did not start")
+
+    def _start_relay(self) -> None:
+        log = self._stack.home.log(plain_relay.NAME)
+        self._relay = plain_relay.start(self.plain.port, self.engine_port, log=log, cwd=self.home)
+        pin(self._relay.pid, {self.cores.gateway})
+        content = requests.body(self.plain, tokens=1)
+        self._until(lambda: post(self.plain, content)[0] == 200, "the plain relay did not come to answer")
 
     def _wait_for_route(self) -> None:
         """Until the gateway has heard of the engine and answers with it."""

@@ -15,16 +15,18 @@ from random import Random
 from redis.asyncio import Redis
 
 from controlplane.admission.charges import Counter
-from controlplane.admission.retry import Comebacks
+from controlplane.admission.retry import Asker, Comebacks
 from controlplane.lab.bench.report import Report, Section, Table
 from controlplane.lab.retry.limits import Ask, Waits, limit, many_at_once, one_owner, random_asks
-from controlplane.lab.retry.room import Constant, Outcome, Visit, bursts, replay
+from controlplane.lab.retry.room import Constant, Outcome, Visit, body_size, bursts, of_one_size, replay
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.quotas.schemas import QuotaKind
 from dataplane.bench.traces import TraceError, TraceRow, Traces
 
 EXACT_BAR, ESTIMATE_BAR = 1.0, 0.9
-ROOMS = (16, 64, 256)
+ROOMS = (16, 64, 256, 1024)
+ALIKE = 256
+"""The room of the row in which a key's requests cannot be told apart."""
 TRACES = ("conv", "vtc")
 LOADS = (0.75, 0.85)
 OVERLOAD = 1.2
@@ -174,7 +176,7 @@ def _rooms(seed: int, quick: bool, found: _Found) -> Section:
             ),
             tuple(rows),
             f"bursts offer 60 % of the room, and 160 % for about 5 s in 45; {OVERLOAD:.0%} for good has no bar: more "
-            "arrives than can ever be served",
+            "arrives than can ever be served; nor has all alike: of one size, others of a key take what is kept for it",
         )
     )
     return section
@@ -184,8 +186,13 @@ def _visits(seed: int, quick: bool, found: _Found) -> Iterator[tuple[str, int, l
     seconds = 300.0 if quick else 1800.0
     for room in ROOMS:
         yield "bursts", room, bursts(_rng(seed), seconds, room, calm=0.6, rush=1.6), True
+    alike = of_one_size(bursts(_rng(seed), seconds, ALIKE, calm=0.6, rush=1.6))
+    yield "bursts, all alike", ALIKE, alike, False
     for name, rows in found.rows.items():
-        visits = [Visit(row.arrival, _stay(row), row.client or f"key-{i % 20}") for i, row in enumerate(rows)]
+        visits = [
+            Visit(row.arrival, _stay(row), Asker(row.client or f"key-{number % 20}", body_size(row.prompt)))
+            for number, row in enumerate(rows)
+        ]
         offered = sum(visit.stay for visit in visits) / (visits[-1].at - visits[0].at)
         for load in LOADS:
             yield f"{name} at {load:.0%}", max(1, round(offered / load)), visits, True

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
+
+from controlplane.admission.retry import Asker
 
 TRANSIT_S = 0.02
 """Who comes back is so much later at the door than the refusal said, since the refusal had to travel too."""
@@ -22,21 +24,21 @@ MOST_TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One request: when it first asks, and for how many seconds it stays once admitted."""
+    """One request: when it first asks, and for how many seconds it stays once admitted. It comes back unchanged."""
 
     at: float
     stay: float
-    key: str = ""
+    asker: Asker
 
 
 class Doorkeeper(Protocol):
     """Lets in, is told who leaves, says when to come back."""
 
-    def admits(self, key: str, in_flight: int, now: float) -> bool: ...
+    def admits(self, asker: Asker, in_flight: int, now: float) -> bool: ...
 
     def ended(self, now: float) -> None: ...
 
-    def refuse(self, key: str, now: float) -> int: ...
+    def refuse(self, asker: Asker, now: float) -> int: ...
 
 
 class Constant:
@@ -46,13 +48,13 @@ class Constant:
         self._limit = limit
         self._seconds = seconds
 
-    def admits(self, key: str, in_flight: int, now: float) -> bool:
+    def admits(self, asker: Asker, in_flight: int, now: float) -> bool:
         return in_flight < self._limit
 
     def ended(self, now: float) -> None:
         return None
 
-    def refuse(self, key: str, now: float) -> int:
+    def refuse(self, asker: Asker, now: float) -> int:
         return self._seconds
 
 
@@ -96,7 +98,7 @@ def replay(visits: Iterable[Visit], doorkeeper: Doorkeeper) -> Outcome:
             together, second = (together + 1, second) if int(now) == second else (1, int(now))
             outcome.most_together = max(outcome.most_together, together)
             outcome.returned += 1
-        if doorkeeper.admits(visit.key, len(leaving), now):
+        if doorkeeper.admits(visit.asker, len(leaving), now):
             outcome.passed += bool(tries)
             heapq.heappush(leaving, now + visit.stay)
             continue
@@ -105,7 +107,7 @@ def replay(visits: Iterable[Visit], doorkeeper: Doorkeeper) -> Outcome:
         if tries + 1 >= MOST_TRIES:
             outcome.given_up += 1
             continue
-        wait = doorkeeper.refuse(visit.key, now)
+        wait = doorkeeper.refuse(visit.asker, now)
         outcome.waited_s += wait
         heapq.heappush(coming, (now + wait + TRANSIT_S, number, tries + 1, visit))
     return outcome
@@ -114,7 +116,7 @@ def replay(visits: Iterable[Visit], doorkeeper: Doorkeeper) -> Outcome:
 def bursts(rng: Random, seconds: float, room: int, *, calm: float, rush: float) -> list[Visit]:
     """Poisson arrivals that offer `calm` of the room and, for about 5 s in every 45, `rush` of it.
 
-    Stays are log-normal with a mean of 2 s.
+    Stays are log-normal with a mean of 2 s, sizes those of prompts of 200 tokens in the middle.
     """
     visits: list[Visit] = []
     now, rushing, per_s = 0.0, False, room / MEAN_STAY_S
@@ -126,8 +128,18 @@ def bursts(rng: Random, seconds: float, room: int, *, calm: float, rush: float) 
             change += rng.expovariate(1 / (RUSH_S if rushing else CALM_S))
             continue
         now += step
-        visits.append(Visit(now, _stay(rng), f"key-{min(int(rng.expovariate(0.2)), 39)}"))
-    return visits
+        visits.append(Visit(now, _stay(rng), Asker(f"key-{min(int(rng.expovariate(0.2)), 39)}")))
+    return [replace(each, asker=each.asker._replace(size=body_size(rng.lognormvariate(5.3, 0.9)))) for each in visits]
+
+
+def of_one_size(visits: Iterable[Visit]) -> list[Visit]:
+    """`visits` of which nothing tells those of one key apart."""
+    return [replace(each, asker=Asker(each.asker.key)) for each in visits]
+
+
+def body_size(prompt: float) -> int:
+    """Bytes of the body of a request whose prompt has so many tokens."""
+    return 100 + 4 * int(prompt)
 
 
 def _stay(rng: Random) -> float:

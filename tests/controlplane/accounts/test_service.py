@@ -223,6 +223,35 @@ async def test_the_admin_api_makes_lists_and_revokes_tokens(deployed: Deployment
     assert (await deployed.client.get("/api/v1/me", headers=mine)).status_code == 401
 
 
+@pytest.mark.parametrize(("field", "value"), [("expires_at", "2020-01-01T00:00:00Z"), ("name", "a\nb"), ("name", "  ")])
+async def test_a_token_that_could_never_work_or_be_told_apart_is_not_made(
+    deployed: Deployment, field: str, value: str
+) -> None:
+    asked = {"name": "fine", field: value}
+    answer = await deployed.client.post("/api/v1/api-tokens", json=asked, headers=deployed.operator)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+async def test_users_and_tokens_beyond_one_page_are_listed(deployed: Deployment) -> None:
+    """What is not listed can be neither revoked nor shut out."""
+    async with transaction(deployed.app.state.resources.engine) as session:
+        for number in range(5):
+            await service.create_api_token(session, name=f"ci-{number}", role=Role.VIEWER)
+    for path in ("/api/v1/api-tokens", "/api/v1/users"):
+        whole = (await deployed.client.get(path, headers=deployed.operator)).json()
+        assert whole["next"] is None
+        seen, after = [], None
+        for _ in whole["items"]:
+            query: dict[str, str | int] = {"limit": 1} | ({"after": after} if after else {})
+            one = (await deployed.client.get(path, params=query, headers=deployed.operator)).json()
+            seen += one["items"]
+            after = one["next"]
+        assert [each["id"] for each in seen] == [each["id"] for each in whole["items"]]
+        assert after is None
+        junk = await deployed.client.get(path, params={"after": "junk"}, headers=deployed.operator)
+        assert (junk.status_code, junk.json()["error"]["param"]) == (400, "after")
+
+
 async def test_revoking_no_token_is_not_found(session: AsyncSession) -> None:
     from uuid import uuid4
 
@@ -280,7 +309,7 @@ async def test_the_last_operator_cannot_be_shut_out_even_by_two_at_once(deployed
     async with transaction(engine) as session:
         second = await service.create_user(session, email="b@example.com", password=PASSWORD, role=Role.OPERATOR)
         users = await service.list_users(session)
-    operators = [user.id for user in users if user.role is Role.OPERATOR]
+    operators = [user.id for user in users.items if user.role is Role.OPERATOR]
     assert len(operators) == 2
     assert second.id in operators
     answers = await asyncio.gather(

@@ -7,13 +7,16 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisAwayError
+from redis.exceptions import ResponseError
 
+from controlplane.admission import scripts
 from controlplane.admission.answers import Basis, Cold, Ended, Ending, Granted, Lease, Refused, Settled
 from controlplane.admission.bound import overspend_bound
 from controlplane.admission.charges import NOTHING, Use, charges_for
@@ -135,6 +138,42 @@ async def test_f12_trouble_with_one_tenants_keys_ends_no_heartbeat(redis: Redis)
         await world.advance(20)
         await world.leases.beat()
     assert await world.used(*limits) == [1]
+
+
+class Garbled:
+    """A store's script, in whose way stands what `trouble` says: an error raised, or an answer in place of its own."""
+
+    def __init__(self, script: scripts.Script) -> None:
+        self.script = script
+        self.trouble: bytes | Exception | None = None
+
+    async def __call__(self, keys: Sequence[str], args: Sequence[bytes]) -> Any:
+        if isinstance(self.trouble, Exception):
+            raise self.trouble
+        answer = await self.script(keys, args)
+        return answer if self.trouble is None else self.trouble
+
+
+async def test_f14_a_store_that_answers_nonsense_once_is_asked_again(redis: Redis) -> None:
+    clock = 100.0
+    lua = {name: Garbled(script) for name, script in scripts.register(redis).items()}
+    leases = Leases(redis, lua=lua, deadline_s=10.0, monotonic=lambda: clock)
+    limits = [limit(CONCURRENT, 1)]
+    lua["acquire"].trouble = RedisAwayError("gone")
+    assert isinstance(await ask(leases, limits, "away"), Refused)
+    assert leases.is_away
+    clock += 10
+    for nonsense in (b"\xc1", b""):
+        lua["acquire"].trouble = nonsense
+        with pytest.raises(ResponseError):
+            await ask(leases, limits, "odd")
+    lua["acquire"].trouble = None
+    await leases.beat()
+    async with asyncio.timeout(10):
+        while leases.deferred:
+            await asyncio.sleep(0.01)
+    assert isinstance(await ask(leases, limits, "again"), Granted)
+    await leases.close()
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed", "refusing"])

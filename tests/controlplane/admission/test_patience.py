@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from controlplane.admission.patience import SLICES, Patience
+from controlplane.admission.patience import SLICES, Patience, slices_of
 
 
 async def test_silence_ends_in_a_timeout_and_leaves_the_task_as_it_was() -> None:
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
-        async with Patience(0.05):
+        async with Patience(slices_of(0.05)):
             await asyncio.Event().wait()
     assert time.monotonic() - begun >= 0.045
     task = asyncio.current_task()
@@ -23,7 +23,7 @@ async def test_silence_ends_in_a_timeout_and_leaves_the_task_as_it_was() -> None
 
 
 async def test_an_answer_in_time_is_an_answer() -> None:
-    async with Patience(5.0):
+    async with Patience(slices_of(5.0)):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0)
 
@@ -43,7 +43,7 @@ async def test_a_process_that_was_busy_itself_still_hears_an_answer_that_was_the
             return False
         return True
 
-    assert await heard(Patience(0.05))
+    assert await heard(Patience(slices_of(0.05)))
     assert not await heard(asyncio.timeout(0.05))
 
 
@@ -59,7 +59,7 @@ async def test_being_busy_again_and_again_ends_it_all_the_same() -> None:
 
     loop.call_soon(busy)
     with pytest.raises(TimeoutError):
-        async with Patience(0.01):
+        async with Patience(slices_of(0.01)):
             await asyncio.Event().wait()
     over = True
     assert SLICES <= turns <= 3 * SLICES
@@ -67,7 +67,7 @@ async def test_being_busy_again_and_again_ends_it_all_the_same() -> None:
 
 async def test_who_is_cancelled_is_cancelled_and_not_timed_out() -> None:
     async def wait() -> None:
-        async with Patience(10.0):
+        async with Patience(slices_of(10.0)):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())

@@ -149,6 +149,8 @@ def test_f24_who_is_shed_was_above_its_part_and_no_worse_one_was(
             assert each.band <= gone.band
             if each.band is gone.band:
                 assert each.sunk >= gone.sunk
+                if each.sunk == gone.sunk:
+                    assert each.arrived_at <= gone.arrived_at
 
 
 def test_long_prompts_have_a_lane_of_their_own() -> None:

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.admission.prediction import (
-    Ahead,
-    Calibration,
-    PoolLoad,
-    Prediction,
-    Ratio,
-    StepCost,
-    fit_cost,
-    predict,
-)
+from controlplane.admission.calibration import Calibration, Calibrator, Ratio
+from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepCost, fit_cost, predict
 from controlplane.admission.simulation import LLAMA_8B_LIKE, SimulatedPool, SimulatedRequest, Simulation
 from controlplane.evidence import EvidenceKind
 from controlplane.layers import Layer
@@ -90,26 +82,12 @@ def test_more_before_it_or_more_of_it_never_makes_it_sooner(requests: int, befor
     assert expect(BUSY, ahead, uncached=own + 512, cached=cached).ttft.value >= base
 
 
-def test_calibration_learns_the_ratio_apart_for_computed_and_cached_prompts() -> None:
-    rng = random.Random(2)
-    calibration = UNKNOWN
-    for _ in range(300):
-        calibration = calibration.observed(1.0, 1.5 * rng.uniform(0.9, 1.1), uncached=100, cached=0)
-        calibration = calibration.observed(1.0, 3.0 * rng.uniform(0.9, 1.1), uncached=10, cached=90)
-    assert calibration.ratio(100, 0).value == pytest.approx(1.5, rel=0.05)
-    assert calibration.ratio(10, 90).value == pytest.approx(3.0, rel=0.05)
-    assert 0.03 < calibration.computed.deviation < 0.08
-
-
-def test_f22_one_observation_that_makes_no_sense_changes_nothing() -> None:
-    calibration = UNKNOWN.observed(1.0, 2.0, uncached=1, cached=0)
-    for predicted, observed in ((math.nan, 1.0), (1.0, math.inf), (0.0, 1.0), (1.0, -1.0), (1.0, 1e6)):
-        assert calibration.observed(predicted, observed, uncached=1, cached=0) == calibration
-
-
-def test_before_it_has_seen_cached_prompts_it_takes_what_it_knows() -> None:
-    assert UNKNOWN.observed(1.0, 2.0, uncached=1, cached=0).ratio(1, 9).value == pytest.approx(2.0)
-    assert UNKNOWN.ratio(1, 9).value == 1.0
+def test_calibration_compares_with_what_the_engine_counted_not_with_what_was_guessed() -> None:
+    """A prompt guessed four times too short is no slow pool."""
+    for load, ahead in ((IDLE, NOBODY), (BUSY, Ahead(requests=3, uncached=900))):
+        guessed, told = expect(load, ahead, uncached=500), expect(load, ahead, uncached=1500, cached=500)
+        assert guessed.modelled_of(1500, 500) == pytest.approx(told.modelled_s)
+        assert guessed.modelled_of(500, 0) == pytest.approx(guessed.modelled_s)
 
 
 def test_a_step_model_is_taken_as_data_and_checked() -> None:
@@ -141,13 +119,13 @@ def test_it_finds_what_happens_in_a_burst(before: int) -> None:
 def test_a_cost_twice_as_high_is_found_by_calibration() -> None:
     """The model says half of what the pool takes; after a few requests the prediction is right again."""
     rng = random.Random(3)
-    calibration, errors = UNKNOWN, []
-    for _ in range(60):
+    calibrator, errors = Calibrator("p"), []
+    for second in range(60):
         tokens = rng.randrange(100, 3_000)
-        found = predict(COST, IDLE, Ahead(), calibration, uncached=tokens, cached=0, output=10)
+        found = predict(COST, IDLE, Ahead(), calibrator.of("acme", second), uncached=tokens, cached=0, output=10)
         observed = 2 * found.modelled_s * rng.uniform(0.95, 1.05)
         errors.append(abs(found.ttft.value / observed - 1))
-        calibration = calibration.observed(found.modelled_s, observed, uncached=tokens, cached=0)
+        calibrator.observed("acme", found.modelled_s, observed, uncached=tokens, cached=0, now=second)
     assert errors[0] > 0.4
     assert median(errors[10:]) < 0.05
 

@@ -8,13 +8,15 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from controlplane.admission import fair_queue
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.dispatch import Waiting
-from controlplane.admission.fair_queue import FairQueue, QueueFullError
-from controlplane.admission.queue import Rules, TurnAnswer
+from controlplane.admission.fair_queue import FairQueue, QueueFullError, TurnScript, keys_of
+from controlplane.admission.queue import DEAD_S, REAPED, Arrival, Rules, Turn, TurnAnswer
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.redis_client import create_redis
 from controlplane.settings import Secret
@@ -146,3 +148,30 @@ async def test_a_full_queue_is_said_to_whoever_asks(client: Redis, monkeypatch: 
         monkeypatch.setattr(one._script, "turn", full)
         with pytest.raises(QueueFullError):
             await one.turn_of(waiting("r"))
+
+
+async def test_f5_all_that_fifteen_dead_gateways_held_is_free_after_a_few_turns_in_a_row(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is left need not wait for its own next beat between them."""
+    monkeypatch.setattr(fair_queue, "BEAT_S", 3600.0)
+    script, rules = TurnScript(client, "p", 5.0), msgspec.structs.replace(RULES, slots=15 * 64, tokens=10**7)
+    for dead in range(15):
+        held = tuple(
+            Arrival(f"d{dead}-{number}", Band.STANDARD, "a", 0, 150, 1.0, held=True) for number in range(REAPED)
+        )
+        answer = await script.turn(Turn(f"d{dead}", 1, True, rules, held))
+    assert (answer.slots, answer.reaping) == (15 * REAPED, False)
+    async with gateway(client, "left", rules) as left:
+        asked = asyncio.create_task(left.turn_of(waiting("r")))
+        await until(lambda: state(left) == (15 * REAPED, 1))
+        assert not asked.done()
+        for dead in range(15):
+            await client.zincrby(keys_of("p")[3], -2 * DEAD_S, f"d{dead}")
+        before = left.turns
+        left.wake()
+        assert (await asked).request_id == "r"
+        await until(lambda: state(left) == (1, 0))
+        assert left.turns - before <= 15 + 3
+        assert left.gateways == 1
+        left.end("r")

@@ -73,6 +73,28 @@ async def test_a_ledger_that_cannot_be_summed_is_told_to_all_and_asked_again(red
     assert isinstance(await warmer.acquire(TENANT, "next", lambda now: charges_at(now or world.now), ledger), Granted)
 
 
+async def test_f14_nobody_waits_for_ever_for_a_sum_that_does_not_end(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do those who come later and find it under way."""
+    monkeypatch.setattr("controlplane.admission.warm.LONGEST_S", 0.05)
+    world = await World(redis).start()
+    never = asyncio.Event()
+
+    async def ledger(_: ColdCounter) -> tuple[int, float]:
+        await never.wait()
+        return 0, world.now
+
+    warmer = Warmer(world.leases)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await warmer.acquire(TENANT, "waits", lambda now: charges_at(now or world.now), ledger)
+    never.set()
+    async with asyncio.timeout(10):
+        await warmer.acquire(TENANT, "warm", lambda now: charges_at(now or world.now), ledger)
+
+
 async def test_a_counter_that_never_gets_warm_is_given_up(redis: Redis) -> None:
     world = await World(redis).start()
     summed = 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from redis.asyncio import Redis
@@ -14,7 +15,8 @@ from controlplane.admission.answers import HELD_ON, ColdCounter, DoubtedCounter,
 from controlplane.admission.charges import Charge, Use
 from controlplane.admission.leases import Leases
 from controlplane.admission.warm import CORRECTED_EVERY_S, Warmer
-from tests.controlplane.admission.leasing import CONCURRENT, DAILY, MONTHLY, TENANT, World, limit
+from controlplane.admission.wire import keys
+from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, MONTHLY, TENANT, World, limit
 
 LIMITS = [limit(MONTHLY, 1000), limit(CONCURRENT, 1000)]
 LONG = 3600 + 31
@@ -203,3 +205,53 @@ async def test_f14_random_crashes_end_at_the_ledgers_truth_and_never_below_it(re
             await world.leases.correct(TENANT, counter, ledger.before(counter.since))
     live = sum(lease.charges[0].amount for _, its in gateways for lease in its)
     assert await world.used(*limits) == [ledger.before(world.now + 1) + live]
+
+
+MONTH = 30 * DAY_S
+
+
+@pytest.fixture
+async def month_begun(redis: Redis) -> World:
+    """A month of which nothing is over yet, and 100 of it used."""
+    world = await World(redis, ttl_s=30).start()
+    await world.advance(MONTH - world.now % MONTH + 60)
+    await world.hydrate(LIMITS[:1], 100)
+    return world
+
+
+async def test_f14_what_is_known_of_dead_leases_outlives_any_window(month_begun: World) -> None:
+    await month_begun.granted(LIMITS, used(800))
+    for key in keys(TENANT, []):
+        assert await month_begun.redis.pttl(key) / 1000 > 31 * DAY_S + 2 * 3600, key
+
+
+async def test_f14_a_look_at_a_quiet_tenants_standings_has_a_dead_leases_part_of_the_month_corrected(
+    month_begun: World,
+) -> None:
+    """Nobody sends a request: neither when the gateway died nor after."""
+    world, at = month_begun, 0.0
+    await world.granted(LIMITS, used(800))
+    await world.advance(9 * DAY_S)
+    told: list[DoubtedCounter] = []
+    charges = world.charges(LIMITS[:1], used(0))
+    [standing] = await world.leases.standings(TENANT, charges, told.append)  # type: ignore[misc]
+    assert (standing.used, len(told)) == (900, 1), "nothing comes back before the ledger has been summed"
+    waits: list[tuple[float, Callable[[], object]]] = []
+
+    def later(seconds: float, call: Callable[..., object], *arguments: object) -> None:
+        waits.append((seconds, partial(call, *arguments)))
+
+    async def ledger(counter: ColdCounter) -> tuple[int, float]:
+        return 150, world.now
+
+    warmer = Warmer(world.leases, monotonic=lambda: at, later=later)
+    for _ in range(3):
+        warmer.doubt(TENANT, told[0], ledger)
+    [(seconds, call)] = waits
+    assert seconds == CORRECTED_EVERY_S
+    at += seconds
+    call()
+    await asyncio.gather(*warmer._under_way.values())
+    assert await month(world) == 150
+    call()
+    assert not warmer._under_way, "what was corrected is not summed again"

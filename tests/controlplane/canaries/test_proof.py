@@ -22,6 +22,7 @@ from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
 from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import ReplicaState
+from tests.controlplane.canaries.conftest import PROMPT as PROMPT_TOKENS
 from tests.controlplane.canaries.conftest import Site
 
 DAY, MONEY = QuotaKind.TOKENS_PER_DAY, QuotaKind.MONEY_PER_DAY
@@ -39,7 +40,12 @@ async def found(site: Site, *cells: Cell) -> list[tuple[Verdict, str]]:
     return [(one.verdict, one.why) for one in await site.prove(*cells)]
 
 
-async def test_f5_one_of_each_shape_of_limit_is_proven_at_each_level_and_endpoint(site: Site) -> None:
+@pytest.mark.parametrize("counted", [None, PROMPT_TOKENS], ids=["nobody counts", "counts prompts"])
+async def test_f5_one_of_each_shape_of_limit_is_proven_at_each_level_and_endpoint(
+    site: Site, counted: int | None
+) -> None:
+    """A replica that counts makes the gateway let more prompts pass than their bytes would allow."""
+    site.replica.tokens = counted
     await site.price()
     cells = [
         site.cell(RPM, QuotaLevel.TENANT, "/completions"),
@@ -47,15 +53,20 @@ async def test_f5_one_of_each_shape_of_limit_is_proven_at_each_level_and_endpoin
         site.cell(DAY, QuotaLevel.PROJECT),
         site.cell(CONCURRENT, QuotaLevel.PROJECT, "/completions"),
         site.cell(PROMPT, QuotaLevel.KEY, "/completions"),
+        site.cell(PROMPT, QuotaLevel.TENANT),
         site.cell(TPM, QuotaLevel.KEY),
     ]
     assert await found(site, *cells) == [PROVEN] * len(cells)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("counted", [None, PROMPT_TOKENS], ids=["nobody counts", "counts prompts"])
 @pytest.mark.parametrize("endpoint", INFERENCE)
 @pytest.mark.parametrize("level", QuotaLevel)
-async def test_f5_every_kind_of_limit_is_proven(site: Site, level: QuotaLevel, endpoint: str) -> None:
+async def test_f5_every_kind_of_limit_is_proven(
+    site: Site, level: QuotaLevel, endpoint: str, counted: int | None
+) -> None:
+    site.replica.tokens = counted
     await site.price()
     ends = await found(site, *(site.cell(kind, level, endpoint) for kind in QuotaKind))
     assert dict(zip(QuotaKind, ends, strict=True)) == dict.fromkeys(QuotaKind, PROVEN)

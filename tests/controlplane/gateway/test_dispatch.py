@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 
 from controlplane.admission.shares import SharePlan, TenantShare
 from controlplane.fleet.schemas import FleetView
+from controlplane.gateway import turns
 from controlplane.settings import Secret, Settings
 from controlplane.slo.schemas import Slo
 from dataplane.protocol import ReplicaState
@@ -308,6 +309,27 @@ async def test_a_request_that_would_miss_its_deadline_is_refused_at_once_with_th
         await drained(room, tasks)
 
 
+async def test_one_slow_spell_does_not_refuse_every_deadline_for_good(
+    small: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is refused shows no speed: what was seen long ago must not refuse everybody after."""
+    monkeypatch.setattr(turns, "TRUST_S", 1.0)
+    async with doors(small) as (served, room, _):
+        tasks = await in_line(served, room, [("in line", {})])
+        line = served.gateway.dispatch.line("m")
+        for _ in range(10):
+            line.first_token(100, 60.0)
+        hurried: dict[str, object] = {"headers": {"x-deadline-ms": "5000"}}
+        _, _, body = await ask(served, "refused", **hurried)
+        check_error(body, "deadline_impossible")
+        await drained(room, tasks)
+        line._seen_at -= 2.0  # as if so long had passed
+        tried = asyncio.create_task(ask(served, "tried", **hurried))
+        await until(lambda: room.names == ["first", "in line", "tried"])
+        room.open(2)
+        assert (await tried)[0] == 200
+
+
 async def test_an_objective_refuses_what_would_miss_it_where_others_wait(small: Settings) -> None:
     async with doors(small) as (served, room, _):
         promise = Slo(
@@ -332,9 +354,13 @@ async def test_draining_refuses_those_who_wait(small: Settings) -> None:
     async with doors(small) as (served, room, _):
         tasks = await in_line(served, room, [("waits", {})])
         drain = asyncio.create_task(served.gateway.drain(5.0))
-        status, _, body = await tasks[1]
+        status, headers, body = await tasks[1]
         assert status == 503
         check_error(body, "gateway_shutdown")
+        assert headers["retry-after"] == "6", "when all that runs has ended or was cut"
+        status, headers, body = await ask(served, "late")
+        check_error(body, "gateway_shutdown")
+        assert 1 <= int(headers["retry-after"]) <= 6
         room.open(0)
         assert (await tasks[0])[0] == 200
         await drain

@@ -122,6 +122,23 @@ async def test_a_replica_that_says_503_is_passed_over_for_another(offline_settin
         await assert_nothing_left(served)
 
 
+async def test_f11_a_503_that_no_retry_is_left_for_says_what_its_replica_said(offline_settings: Settings) -> None:
+    busy = replicas.error(503, UNAVAILABLE, {"retry-after": "7"})
+    async with (
+        fake_replica(busy) as one,
+        fake_replica(busy) as other,
+        running_gateway(offline_settings, route(one, "r0"), route(other, "r1")) as served,
+    ):
+        while served.gateway.retries.spend():
+            pass
+        async with served.post(CHAT) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "7"
+            assert await response.json() == UNAVAILABLE
+        assert len(one.seen) + len(other.seen) == 1
+        await assert_nothing_left(served)
+
+
 @pytest.mark.parametrize("body", [CHAT, STREAM])
 async def test_a_replica_that_never_answers_is_504_after_the_timeout(
     offline_settings: Settings, body: dict[str, object]

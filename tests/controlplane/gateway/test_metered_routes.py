@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from controlplane.admission.charges import NOTHING, Use
 from controlplane.gateway import component, endpoint
-from controlplane.gateway.asgi import JSON_TYPE, RequestHead, read_body, respond
+from controlplane.gateway.asgi import JSON_TYPE, RequestHead, body_slices, read_body, respond
 from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.endpoint import Endpoint
 from controlplane.gateway.exchange import Exchange
@@ -160,7 +160,7 @@ class Bypassing(Extended):
     """Sends requests to a replica on its own."""
 
     async def serve(self, head: RequestHead, grant: KeyGrant, receive: Receive, send: Send) -> None:
-        body, _ = await read_body(head, receive, 10_000)
+        body, _ = await read_body(head, receive, 10_000, body_slices())
         url = f"{self._gateway.fleet.replicas('m')[0].url}/v1{NEW}"
         response = await self._gateway.post(_free(grant, 0.0), url, {}, body, lambda: None)
         await respond(send, response.status, await response.read(), [JSON_TYPE])

@@ -376,6 +376,27 @@ async def test_f36_a_key_asks_and_reads_of_nothing_that_it_does_not_meet(gateway
     assert len((await ask(gateway, key, "/requests"))[1]["data"]) == 1
 
 
+async def test_f36_a_repeat_under_anothers_idempotency_key_reads_nothing(gateway: Deployed, operator: Clerk) -> None:
+    await operator.tenant("acme")
+    async with transaction(operator.engine) as session:
+        await projects.create_project(session, "acme", slug="search", name="Search")
+    key, sibling = await operator.scoped_key("acme"), await operator.scoped_key("acme", project="search")
+    own = await operator.quota("acme", RPM, 10, project="default")
+    theirs = await operator.quota("acme", RPM, 10, project="search")
+    body = {"hard": 20, "reason": "x", "idempotency_key": "shared"}
+    made = (await ask(gateway, key, "/requests", quota_id=str(own.id), **body))[1]
+    await operator.decide(made["id"], None, note="for your eyes")
+    repeated = await ask(gateway, key, "/requests", quota_id=str(own.id), **body)
+    assert (repeated[1]["id"], repeated[1]["note"]) == (made["id"], "for your eyes")
+    copied = await ask(gateway, sibling, "/requests", quota_id=str(own.id), **body)
+    assert code(copied)[:2] == (404, "quota_not_found")
+    clashed = await ask(gateway, sibling, "/requests", quota_id=str(theirs.id), **body)
+    assert code(clashed)[:2] == (409, "idempotency_mismatch")
+    for told in (copied, clashed):
+        assert made["id"] not in json.dumps(told[1])
+        assert "for your eyes" not in json.dumps(told[1])
+
+
 async def test_scopes_paths_methods_and_bad_input_are_refused_by_name(gateway: Deployed, operator: Clerk) -> None:
     await operator.tenant("acme")
     blind = await operator.scoped_key("acme", Scope.INFERENCE)

@@ -17,9 +17,11 @@ from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.policy import PolicyChange
 from controlplane.gateway.quotas import QuotaDirectory, TenantLimits
 from controlplane.gateway.snapshot import SnapshotFile, SnapshotKeeper
+from controlplane.gateway.table import PolicyTable
 from controlplane.quotas.limits import effective
 from controlplane.quotas.schemas import Limit, Price, QuotaKind, QuotaLevel, Raise, TenantQuotas
 from controlplane.settings import Secret
+from controlplane.slo.schemas import Slo
 from controlplane.tenants.schemas import KeyGrant
 
 PRICE = Price(pool="", uncached_input=1, cached_input=1, output=1, device_second=1, valid_from=0.0)
@@ -194,13 +196,17 @@ async def test_f15_a_restart_without_postgres_goes_on_with_the_limits_on_disk(
     async def nothing(_: str = "") -> FleetView:
         raise ConnectionRefusedError
 
+    async def no_slos() -> tuple[Slo, ...]:
+        raise ConnectionRefusedError
+
     async def no_grant(_: str) -> KeyGrant | None:
         raise ConnectionRefusedError
 
     def keeper(directory: QuotaDirectory) -> SnapshotKeeper:
         file = SnapshotFile(tmp_path / "policy.snapshot", "gw", Secret("a session secret that is long enough"))
         keys, fleet = KeyDirectory(no_grant), FleetDirectory(nothing)
-        return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=directory, changed=asyncio.Event())
+        slos = PolicyTable("slos", no_slos, lambda _: None)
+        return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=directory, slos=slos, changed=asyncio.Event())
 
     directory.on_listening()
     assert await hard_of(directory) == 5

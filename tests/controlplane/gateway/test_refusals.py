@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -271,6 +272,18 @@ async def test_no_replica_is_503_with_retry_after_and_a_reason(offline_settings:
         assert served.total().refused == {"no_capacity": 1}
 
 
+async def test_while_a_replica_starts_the_wait_is_what_its_start_may_still_take(
+    offline_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting = route("http://127.0.0.1:9", "r0", ReplicaState.STARTING)
+    async with running_gateway(offline_settings, starting) as served:
+        seen = time.monotonic()
+        monkeypatch.setattr(served.gateway.fleet, "_clock", lambda: seen + 20.0)
+        async with served.post(CHAT) as response:
+            check_error(await response.json(), "no_capacity")
+            assert 20 <= int(response.headers["retry-after"]) <= 40
+
+
 async def test_in_flight_is_bounded_and_one_more_is_refused_at_once(offline_settings: Settings) -> None:
     settings = msgspec.structs.replace(offline_settings, max_in_flight=2)
     async with (
@@ -285,6 +298,61 @@ async def test_in_flight_is_bounded_and_one_more_is_refused_at_once(offline_sett
                 assert third.headers["retry-after"]
                 check_error(await third.json(), "too_many_in_flight")
         await served.settled(3)
+        assert served.gateway.in_flight == 0
+
+
+async def test_the_place_kept_for_a_refused_request_is_not_given_to_another_of_its_key(
+    offline_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.admission.retry.GRACE_S", 60.0)
+    settings = msgspec.structs.replace(offline_settings, max_in_flight=4)
+    async with (
+        fake_replica(replicas.stream_forever) as replica,
+        running_gateway(settings, route(replica, "r0")) as served,
+        AsyncExitStack() as held,
+    ):
+        leaving = await held.enter_async_context(served.post(STREAM))
+        for _ in range(3):
+            await held.enter_async_context(served.post(STREAM))
+        async with served.post(STREAM) as refused:
+            assert refused.status == 503
+            wait_s = int(refused.headers["retry-after"])
+        leaving.close()
+        await served.settled(2)
+        await asyncio.sleep(wait_s)
+        async with served.post(STREAM | {"user": "another"}) as other:
+            assert other.status == 503
+            check_error(await other.json(), "too_many_in_flight")
+        async with served.post(STREAM) as back:
+            assert back.status == 200
+
+
+async def test_one_tenants_bodies_that_do_not_arrive_leave_room_for_others(offline_settings: Settings) -> None:
+    """Whoever opens as many requests as may be in flight and sends nothing must not shut everybody out."""
+    settings = msgspec.structs.replace(offline_settings, max_in_flight=20)
+    async with fake_replica() as replica, running_gateway(settings, route(replica, "r0")) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in idle:
+            writer.write(head_of(served) + b"{")
+        refused = {asyncio.create_task(reader.readline()) for reader, _ in idle}
+        done, waiting = await asyncio.wait(refused, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 4:
+            more, waiting = await asyncio.wait(waiting, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            assert more, "as many bodies of one tenant are awaited as may be in flight"
+            done |= more
+        assert {task.result() for task in done} == {b"HTTP/1.1 503 Service Unavailable\r\n"}
+        assert served.gateway.in_flight == 16
+        other = served.policy.key(tenant="other", tenant_id="other")
+        async with served.post(CHAT, key=other) as answer:
+            assert answer.status == 200, await answer.text()
+        async with served.post(CHAT) as answer:
+            check_error(await answer.json(), "too_many_bodies")
+        for task in waiting:
+            task.cancel()
+        for _, writer in idle:
+            writer.close()
+        await served.settled(22)
         assert served.gateway.in_flight == 0
 
 

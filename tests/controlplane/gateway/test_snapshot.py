@@ -16,8 +16,10 @@ from controlplane.gateway.fleet import FleetDirectory
 from controlplane.gateway.policy import PolicyChange
 from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.snapshot import MAGIC, PolicySnapshot, SnapshotFile, SnapshotKeeper, SnapshotRefusedError
+from controlplane.gateway.table import PolicyTable
 from controlplane.quotas.schemas import TenantQuotas
 from controlplane.settings import Secret
+from controlplane.slo.schemas import Slo
 from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import ReplicaState
@@ -124,9 +126,43 @@ class Away:
     async def quotas(self, tenant_id: str) -> TenantQuotas | None:
         raise ConnectionRefusedError
 
+    async def slos(self) -> tuple[Slo, ...]:
+        raise ConnectionRefusedError
+
 
 def keeper_of(file: SnapshotFile, keys: KeyDirectory, fleet: FleetDirectory) -> SnapshotKeeper:
-    return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=QuotaDirectory(Away().quotas), changed=asyncio.Event())
+    quotas, slos = QuotaDirectory(Away().quotas), PolicyTable("slos", Away().slos, lambda _: None)
+    return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=quotas, slos=slos, changed=asyncio.Event())
+
+
+async def test_objectives_outlive_a_restart_without_postgres(file: SnapshotFile) -> None:
+    promise = Slo(
+        slo_id="s", tenant_id="t", pool="p", service_class="", ttft_ms=500, ttft_share=0.9, tpot_ms=None,
+        tpot_share=None, availability=None, window_days=30,
+    )  # fmt: skip
+    changed, in_force = asyncio.Event(), []
+
+    async def load() -> tuple[Slo, ...]:
+        return (promise,)
+
+    def keeper(slos: PolicyTable[tuple[Slo, ...]]) -> SnapshotKeeper:
+        keys, fleet = KeyDirectory(Away().grant), FleetDirectory(Away().fleet)
+        quotas = QuotaDirectory(Away().quotas)
+        return SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=quotas, slos=slos, changed=changed)
+
+    before = PolicyTable("slos", load, lambda _: None, changed.set)
+    assert await before.refresh()
+    assert changed.is_set(), "what was learned is to be written"
+    changed.clear()
+    assert await before.refresh()
+    assert not changed.is_set(), "and what is as before is not"
+    written = keeper(before)
+    written.save(written.snapshot())
+    after = PolicyTable("slos", Away().slos, in_force.append, changed.set)
+    keeper(after).restore()
+    assert in_force == [(promise,)]
+    assert not await after.refresh()
+    assert in_force == [(promise,)]
 
 
 async def test_a_gateway_starts_from_the_file_and_serves_known_keys_without_postgres(file: SnapshotFile) -> None:
@@ -172,7 +208,8 @@ async def test_the_keeper_writes_after_a_change_and_drops_what_was_revoked(
     changed = asyncio.Event()
     keys, fleet = KeyDirectory(load, on_learned=changed.set), FleetDirectory(load_fleet, lambda _: changed.set())
     keys.on_listening()
-    keeper = SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=QuotaDirectory(load_quotas), changed=changed)
+    quotas, slos = QuotaDirectory(load_quotas), PolicyTable("slos", Away().slos, lambda _: None)
+    keeper = SnapshotKeeper(file, keys=keys, fleet=fleet, quotas=quotas, slos=slos, changed=changed)
     running = asyncio.create_task(keeper.run())
     await fleet.refresh()
     keys.adopt(store.values())

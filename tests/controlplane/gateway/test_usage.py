@@ -52,10 +52,15 @@ async def test_f7_an_answer_that_says_nothing_is_estimated_by_what_was_asked_for
 ) -> None:
     silent = {name: value for name, value in COMPLETION.items() if name != "usage"}
     replica.behave = replicas.error(200, silent)
-    assert await finished(served, ASK) == 200
-    (one,) = await served.usage()
-    assert (one.basis, one.output_tokens, one.cached_tokens) == (UsageBasis.ESTIMATED, 100, 0)
-    assert one.prompt_tokens > 0
+    for body in (ASK, ASK_STREAM):  # whoever asked for a stream and is given none has not had nothing
+        assert await finished(served, body) == 200
+    await assert_nothing_left(served)
+    found = await served.usage()
+    assert len(found) == 2
+    for one in found:
+        assert (one.basis, one.output_tokens, one.cached_tokens) == (UsageBasis.ESTIMATED, 100, 0)
+        assert one.prompt_tokens > 0
+    assert [line["ttft_s"] for line in await served.lines()] == [None, None]
 
 
 async def test_f7_a_client_that_leaves_at_any_point_is_recorded_with_what_was_relayed(

@@ -60,6 +60,8 @@ def run(*arguments: str) -> Result:
 def test_usage_is_summed_billed_and_exported(served: None, tmp_path: Path) -> None:
     totals = json.loads(run("totals", *SPAN, "--json").stdout)
     assert [(row["key"], row["attempts"]) for row in totals] == [("acme", NUMBER), ("globex", 1)]
+    assert [row["canaries"]["attempts"] for row in totals] == [0, 0]
+    assert "of canaries" in run("totals", *SPAN, "--by", "model").stdout
     assert "smollm2-135m-instruct" in run("totals", *SPAN, "--by", "model").stdout
     found = json.loads(run("statement", "acme", MONTH, "--json").stdout)
     assert found["total"]["output_tokens"] == 5 * NUMBER

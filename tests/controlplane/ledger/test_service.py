@@ -16,6 +16,7 @@ from controlplane.errors import InvalidRequestError
 from controlplane.ledger import service
 from controlplane.ledger.schemas import UsageDimension
 from controlplane.settings import Settings
+from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import UsageBasis, UsageRecord
 from tests.controlplane.clients import deployment
 from tests.controlplane.telemetry.reports import usage
@@ -87,6 +88,30 @@ async def test_f8_sums_by_tenant_model_and_key_agree(session: AsyncSession, rng:
             assert (total.attempts, total.output_tokens) == (len(mine), sum(one.output_tokens for one in mine))
     (acme,) = await service.usage_totals(session, by=UsageDimension.TENANT, since=SINCE, until=UNTIL, tenant="acme")
     assert acme.key == "acme"
+
+
+async def test_totals_by_anything_tell_what_of_them_the_canaries_used(session: AsyncSession) -> None:
+    def used(attempt: str, tenant: str, pool: str, output: int) -> UsageRecord:
+        at = SINCE.timestamp() + 60
+        return usage(attempt, tenant=tenant, pool=pool, output_tokens=output, started_at=at, finished_at=at + 1)
+
+    await service.record(
+        session,
+        [
+            used("a", "acme", "shared", 5),
+            used("b", PROBE_TENANT, "shared", 2),
+            used("c", PROBE_TENANT, "shared", 1),
+            used("d", "acme", "own", 7),
+        ],
+    )
+    totals = await service.usage_totals(session, by=UsageDimension.POOL, since=SINCE, until=UNTIL)
+    told = {one.key: (one.output_tokens, one.canaries.attempts, one.canaries.output_tokens) for one in totals}
+    assert told == {"shared": (8, 2, 3), "own": (7, 0, 0)}
+    for tenant, canaries in (("acme", 0), (PROBE_TENANT, 2)):
+        (shared, *_) = await service.usage_totals(
+            session, by=UsageDimension.TENANT, since=SINCE, until=UNTIL, tenant=tenant
+        )
+        assert (shared.key, shared.canaries.attempts) == (tenant, canaries)
 
 
 async def test_a_span_begins_inclusive_and_ends_exclusive(session: AsyncSession) -> None:

@@ -182,7 +182,8 @@ def test_what_is_no_whole_backup_is_refused(saved: Path, place: Path) -> None:
     text.write_text("not a tar at all\n" * 100)
     empty = place / "empty.tar"
     empty.write_bytes(b"")
-    for path in (short, text, empty, remade(saved, place / "climbing.tar", rename="../../evil"),
+    odd = [remade(saved, place / f"of-{version}.tar", postgres=version) for version in ("", "seventeen", "-1")]
+    for path in (short, text, empty, *odd, remade(saved, place / "climbing.tar", rename="../../evil"),
                  remade(saved, place / "dropped.tar", drop=True)):  # fmt: skip
         with pytest.raises(LocalError) as found:
             backup.restore(path, place / "never")

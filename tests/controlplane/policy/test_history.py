@@ -22,6 +22,7 @@ from controlplane.quotas.schemas import Away, QuotaKind
 from controlplane.quotas.views import GrantSpec, PriceSpec, QuotaPatch, QuotaRequestSpec, QuotaSpec
 from controlplane.slo import service as slos
 from controlplane.slo.schemas import SloPatch, SloSpec
+from controlplane.tenants import projects
 from controlplane.tenants.schemas import PROBE_TENANT, PromptLogging, TenantPatch, TenantView
 from controlplane.tenants.service import change_tenant, create_tenant, get_tenant, policy_epoch
 from tests.factories.rows import make_tenant
@@ -75,6 +76,20 @@ async def test_the_history_holds_no_secret_and_no_change_that_changed_nothing(
         assert not {"cache_salt", "idempotency_key"} & set(row)
     await change_tenant(session, acme.slug, TenantPatch(weight=3.0))
     assert (await last(session)).id == changed.id
+
+
+async def test_f17_a_limit_of_a_project_that_is_gone_is_not_put_on_another_of_its_name(
+    session: AsyncSession, acme: TenantView
+) -> None:
+    await projects.create_project(session, acme.slug, slug="blue", name="Blue")
+    quota = await quotas.create_quota(session, acme.slug, QuotaSpec(kind=DAY, hard=100, project="blue"))
+    await quotas.delete_quota(session, quota.id)
+    removed = await last(session)
+    await session.execute(text("DELETE FROM projects WHERE slug = 'blue'"))
+    await projects.create_project(session, acme.slug, slug="blue", name="Another")
+    with pytest.raises(ConflictError, match="its project is gone"):
+        await service.roll_back(session, removed.id)
+    assert (await quotas.list_quotas(session, acme.slug)).items == []
 
 
 async def test_a_prompt_log_is_not_turned_on_or_off_by_a_roll_back(session: AsyncSession, acme: TenantView) -> None:

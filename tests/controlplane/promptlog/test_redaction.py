@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.promptlog.redaction import LONGEST_MATCH, Redactor, check_template, luhn
+from controlplane.promptlog.redaction import LONGEST_MATCH, Redacted, Redactor, check_template, luhn
 from controlplane.tenants.schemas import Redaction
 
 ALL = Redactor(Redaction)
@@ -97,6 +97,31 @@ def test_what_is_no_template_is_refused(template: str) -> None:
         check_template(template)
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("see data:image/png;base64,iVBORw0KGgo= and this", "see [image] and this"),
+        ("![x](data:image/jpeg;charset=utf-8;base64,/9j/4AAQ)", "![x]([image])"),
+        ("DATA:Audio/WAV;Base64,UklGRg", "[audio]"),
+        ("data:application/pdf;base64,JVBERi0x, then", "[file], then"),
+        ("data:;base64,JVBERi0x", "[file]"),
+        (r'{"url": "data:image\/png;base64,iVBOR\/w0KGgo="}', '{"url": "[image]"}'),
+        ("data:image/png;base64," + "\n".join(["iVBORw0K" * 9] * 3) + "\nThanks!", "[image]\nThanks!"),
+        ("data:text/plain;base64,NDExMSAxMTExIDExMTEgMTExMQ==", "[file]"),
+        ("data:image/svg+xml,%3Csvg%3E", "data:image/svg+xml,%3Csvg%3E"),
+        ("metadata:image/png is set", "metadata:image/png is set"),
+    ],
+)
+def test_bytes_in_a_text_are_named_by_their_kind_whatever_the_rules(text: str, kept: str) -> None:
+    for rules in (ALL, Redactor([])):
+        assert rules.redact(text, LONG) == Redacted(kept, int(text != kept), cut=False)
+
+
+def test_of_bytes_that_are_longer_than_what_is_kept_nothing_is_kept() -> None:
+    kept = ALL.redact("look: data:image/png;base64," + "iVBORw0K" * 50_000 + " end", 100)
+    assert kept == Redacted("look: [image]", 1, cut=True)
+
+
 @given(st.integers(0, 400), st.integers(1, 300))
 def test_nothing_of_what_goes_is_left_where_the_text_is_cut(before: int, limit: int) -> None:
     for secret in ("ada.lovelace@example.com", "4111 1111 1111 1111", "sk-abcdefghijklmnopqrstuvwxyz"):
@@ -136,6 +161,9 @@ def test_a_card_number_is_one_by_its_check_digit(number: int) -> None:
         "sk-",
         "password:",
         "-----BEGIN ",
+        "data:image/png;base64,",
+        "data:a/a;a=a;",
+        "\n" + "A" * 40,
         "\\",
         "\\u0031",
         "é\\n1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from controlplane.settings import Settings
 from tests.controlplane.test_serve import serving
 from tests.factories.rows import make_key, make_tenant
 
+SOON = f"{datetime.now(UTC) + timedelta(days=9):%Y-%m-%d}"
 TOKEN = "operator-token-of-this-test"
 
 
@@ -71,6 +73,10 @@ def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
     data("quota", "end-grant", made["id"], grant["id"])
     assert data("quota", "show", made["id"])["raised"] == 0
     assert data("quota", "delete", made["id"])["hard"] == 2000
+    asked = data("quota", "ask", "acme", mine["id"], "7", "--reason", "launch", "--until", SOON)
+    assert (asked["tenant"], asked["amount"], asked["until"]) == ("acme", 7, f"{SOON}T00:00:00Z")
+    assert "launch" in good("quota", "requests", "--state", "open", "--tenant", "acme")
+    data("quota", "decline", asked["id"])
     assert "nobody asks" in run("quota", "requests", "--state", "open", "--tenant", "acme").stderr
 
     rates = ("--uncached-input", "2000000", "--cached-input", "1", "--output", "8000000")

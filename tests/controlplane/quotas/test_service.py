@@ -15,11 +15,13 @@ from controlplane.db import transaction
 from controlplane.errors import ConflictError, InvalidRequestError, NotFoundError, TidegateError
 from controlplane.quotas import request_service, service
 from controlplane.quotas.limits import effective, limits_for
+from controlplane.quotas.request_service import Asker
 from controlplane.quotas.schemas import Away, QuotaKind, QuotaLevel
 from controlplane.quotas.views import (
     LARGEST_AMOUNT,
     ApprovalSpec,
     GrantSpec,
+    MoreSpec,
     QuotaPatch,
     QuotaRequestSpec,
     QuotaSpec,
@@ -287,6 +289,24 @@ async def test_an_approved_request_raises_for_good_or_for_a_while(session: Async
     assert (await service.get_quota(session, quota.id)).raised == 9
     with pytest.raises(NotFoundError):
         await request_service.approve(session, uuid4(), by="op")
+
+
+async def test_a_wish_that_was_given_meanwhile_is_not_given_twice(session: AsyncSession, acme: TenantView) -> None:
+    """Who wishes for 250 three times, and is approved three times, has 250."""
+    quota = await service.create_quota(session, acme.slug, QuotaSpec(kind=DAY, hard=100))
+    key = (await make_key(session, acme.slug)).view
+    asker = Asker(tenant_id=acme.id, project=key.project, identity=key.identity, key_id=key.key_id)
+    wish = MoreSpec(quota_id=quota.id, hard=250, reason="growth")
+    first, second, third = [await request_service.ask_with_key(session, asker, wish) for _ in range(3)]
+    await service.change_quota(session, quota.id, QuotaPatch(hard=120))
+    approved = await request_service.approve(session, first.id, by="op")
+    assert (approved.given, (await service.get_quota(session, quota.id)).hard) == (130, 250)
+    with pytest.raises(ConflictError, match="250 already"):
+        await request_service.approve(session, second.id, by="op")
+    assert (await request_service.get_request(session, second.id)).state is RequestState.OPEN
+    assert (await service.get_quota(session, quota.id)).hard == 250
+    await request_service.approve(session, third.id, by="op", given=ApprovalSpec(amount=5))
+    assert (await service.get_quota(session, quota.id)).hard == 255
 
 
 async def test_a_declined_request_gives_nothing(session: AsyncSession, acme: TenantView) -> None:

@@ -16,6 +16,7 @@ from controlplane.db import transaction
 from controlplane.errors import CapacityError, InvalidRequestError
 from controlplane.fleet import service as fleet
 from controlplane.fleet.live import LoadPublisher
+from controlplane.ledger import service as ledger
 from controlplane.settings import Settings
 from controlplane.telemetry import ingest as module
 from controlplane.telemetry.ingest import Ingestor
@@ -37,6 +38,7 @@ from tests.controlplane.telemetry.reports import (
 
 NOW = 1_700_000_005.0
 START = 1_700_000_000
+REFUSED = "tidegate_usage_refused_records_total"
 
 
 class Intake:
@@ -102,6 +104,23 @@ async def test_an_acknowledgement_comes_only_after_the_commit(
     running.cancel()
     assert ack.usage_ids == ["one"]
     assert await count(committed_engine, "usage_ledger") == 1
+
+
+async def test_usage_that_is_on_no_bill_is_counted_by_cause(
+    committed_engine: AsyncEngine, redis: Redis, pool: str
+) -> None:
+    intake = Intake(committed_engine, redis)
+    running = asyncio.create_task(intake.ingestor.run())
+    for cause in ("unfit", "late"):
+        assert intake.registry.get_sample_value(REFUSED, {"source": "engine", "cause": cause}) == 0.0
+    async with transaction(committed_engine) as session:
+        await ledger.record_from_gateways(session, [usage("billed")])
+    ack = await intake.ingestor.submit(report(usage=[usage("billed"), usage("good"), usage("")]), 500)
+    running.cancel()
+    assert sorted(ack.usage_ids) == ["", "billed", "good"]
+    assert intake.metric(REFUSED, source="engine", cause="unfit") == 1
+    assert intake.metric(REFUSED, source="engine", cause="late") == 1
+    assert await count(committed_engine, "usage_refused") == 2
 
 
 async def test_f22_a_report_the_database_refuses_fails_alone(

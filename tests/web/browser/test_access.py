@@ -14,7 +14,13 @@ from tests.web.samples import Reporter
 pytestmark = pytest.mark.browser
 
 RULES = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}}
-TENANT_PAGES = ["/tenants/acme", "/tenants/acme/projects", "/tenants/acme/principals"]
+TENANT_PAGES = [
+    "/tenants/acme",
+    "/tenants/acme/change",
+    "/tenants/acme/projects",
+    "/tenants/acme/projects/default/change",
+    "/tenants/acme/principals",
+]
 PAGES = ["/", "/replicas", "/tenants", *TENANT_PAGES, "/nowhere"]
 
 

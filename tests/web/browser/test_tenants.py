@@ -186,3 +186,31 @@ def test_an_action_that_fails_says_so(as_operator: OpenPage) -> None:
     page.get_by_role("button", name="Create key").click()
     expect(page.get_by_role("alert").filter(has_text="Not done")).to_be_visible()
     expect(page.locator("#plain-key")).to_have_count(0)
+
+
+def test_a_tenants_fields_are_changed_by_keyboard_and_a_slip_is_told_at_its_field(
+    as_operator: OpenPage, site: Site
+) -> None:
+    slug = f"t-{uuid.uuid4().hex[:8]}"
+    with site.admin() as admin:
+        assert admin.post("/api/v1/tenants", json={"slug": slug, "name": "Blue Ltd"}).status_code == 201
+    page = as_operator(viewport={"width": 375, "height": 812})
+    page.goto(f"/tenants/{slug}")
+    page.get_by_role("link", name="Change").click()
+    page.wait_for_url(f"**/tenants/{slug}/change")
+    page.get_by_label("Weight").fill("0")
+    page.get_by_label("Key 1").fill("cost-centre")
+    page.get_by_label("Value 1").fill("4711")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Weight must lie between 0.001 and 1000.")).to_be_visible()
+    expect(page.get_by_label("Weight")).to_be_focused()
+    expect(page.get_by_label("Value 1")).to_have_value("4711")
+    page.get_by_label("Weight").fill("2.5")
+    page.get_by_label("Name").fill("Bluer Ltd")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/tenants/{slug}")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("Bluer Ltd")
+    expect(page.locator("#tenant-head")).to_contain_text("4711")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    with site.admin() as admin:
+        assert admin.get(f"/api/v1/tenants/{slug}").json()["weight"] == 2.5

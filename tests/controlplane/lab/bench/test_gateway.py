@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from controlplane.cli import main
-from controlplane.lab.bench import deployment
+from controlplane.lab.bench import deployment, plain_relay
 from tests.controlplane.local.processes import carrying, wait_until
 
 KEYS = {
@@ -32,6 +32,17 @@ KEYS = {
     "added_ttft_ms_p50",
     "cpu_ms_per_request_c16",
     "cpu_us_per_token_16",
+}
+PLAIN_KEYS = {
+    *(f"plain_added_ms_{quantile}_{kind}" for quantile in ("p50", "p99") for kind in ("c1", "open300")),
+    *(f"plain_added_ratio_{quantile}_{kind}" for quantile in ("p50", "p99") for kind in ("c1", "open300")),
+    *(f"plain_{what}_c{count}" for what in ("requests_per_s", "cpu_ms_per_request") for count in (16, 64)),
+    *(f"plain_{what}_ratio_c{count}" for what in ("requests", "cpu") for count in (16, 64)),
+    "plain_relay_tokens_per_s_16",
+    "plain_relay_single_tokens_per_s_16",
+    "plain_cpu_us_per_token_16",
+    "plain_tokens_ratio_16",
+    "plain_single_tokens_ratio_16",
 }
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the bench needs two cores")
@@ -69,7 +80,11 @@ def test_a_quick_run_measures_everything_and_leaves_nothing(folder: Path) -> Non
     assert process.returncode == 0, errors
     document = json.loads(path.read_text())
     results = document["results"]
-    assert set(results) >= KEYS
+    assert set(results) >= KEYS | PLAIN_KEYS
+    for count in (16, 64):
+        ours, plain = results[f"requests_per_s_c{count}"], results[f"plain_requests_per_s_c{count}"]
+        assert results[f"plain_requests_ratio_c{count}"] == pytest.approx(ours / plain)
+        assert results[f"plain_cpu_ms_per_request_c{count}"] > 0, "the relay's processes were not the measured ones"
     assert document["seed"] == document["case"]["seed"] == 7
     assert {"cpu", "cores", "load"} <= set(document["machine"])
     assert "wrk" in document["versions"]
@@ -87,6 +102,7 @@ def test_a_quick_run_measures_everything_and_leaves_nothing(folder: Path) -> Non
         "Resident memory",
     ):
         assert title in said
+    assert said.count("plain relay") >= len(("c1", "open300", "c16", "c64", "unpaced", "single"))
     assert wait_until(lambda: nothing_left(folder)), carrying(str(folder))
 
 
@@ -97,7 +113,7 @@ def test_ctrl_c_stops_everything_it_started(folder: Path) -> None:
     process = start(folder)
     assert process.stderr is not None
     assert any("one request at a time" in line for line in process.stderr), "it did not come to measure"
-    assert carrying(str(folder))
+    assert any(plain_relay.__name__ in command for command in carrying(str(folder)).values())
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-FAULTS = ("redis-empty", "replica-kill")
+FAULTS = ("redis-empty", "replica-kill", "postgres-frozen")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_f7_f12_f14_two_faults_under_load_leave_nothing_behind(tmp_path: Path) -> None:
+def test_f7_f12_f14_f15_faults_under_load_leave_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "controlplane", "chaos", "--quick", "--json", str(path)]
     for fault in FAULTS:
@@ -29,4 +29,5 @@ def test_f7_f12_f14_two_faults_under_load_leave_nothing_behind(tmp_path: Path) -
         assert fault["difference"]["attempts"] > 20
         assert fault["difference"]["tokens"] == 0
         assert fault["leaked"] == 0
+        assert not {answer for answer in fault["answers"]["refused"] if answer.startswith("401")}
         assert fault["problems"] == []
