@@ -126,8 +126,8 @@ class EngineConfig:
             f"max_logprobs must be between 0 and the vocabulary's {model.shape.vocab}, got {self.max_logprobs}",
         )
         _require(
-            2 <= model.max_model_len <= model.shape.context,
-            f"max_model_len must be between 2 and the model's context of {model.shape.context}, "
+            2 <= model.max_model_len <= model.shape.longest,
+            f"max_model_len must be between 2 and the model's context of {model.shape.longest}, "
             f"got {model.max_model_len}",
         )
         _require(
@@ -172,6 +172,9 @@ class EngineConfig:
         _require(block_size >= 1, f"block_size must be at least 1, got {block_size}")
         path, packaged_name = find_model(model)
         shape = ModelShape.read(path)
+        chosen = SchedulerConfig(**{**scheduler, **_choices(scheduler)})
+        seats = chosen.max_num_seqs if num_blocks is None else min(chosen.max_num_seqs, num_blocks - 1)
+        _require_memory(shape, block_size, min(seats, MAX_SEQS_LIMIT))
         if num_blocks is None:
             num_blocks = _auto_blocks(shape, block_size, max_model_len)
         return cls(
@@ -188,7 +191,7 @@ class EngineConfig:
                 host_blocks=host_blocks,
                 kv_events=kv_events,
             ),
-            scheduler=SchedulerConfig(**{**scheduler, **_choices(scheduler)}),
+            scheduler=chosen,
             device="cpu" if device == "auto" else device,
             dtype="float32" if dtype == "auto" else dtype,
             threads=threads or cores(),
@@ -227,6 +230,16 @@ def _auto_blocks(shape: ModelShape, block_size: int, max_model_len: int | None) 
         f"{max(0, fitting)} KV blocks where {needed} are needed",
     )
     return max(needed, min(fitting, AUTO_MAX_BLOCKS))
+
+
+def _require_memory(shape: ModelShape, block_size: int, seats: int) -> None:
+    """The weights and one block for each of `seats` requests must fit in what is free now."""
+    left = (available_memory() - shape.weight_bytes) // (shape.kv_bytes_per_token * block_size)
+    _require(
+        left >= seats + 1,
+        f"too little memory: the weights take {shape.weight_bytes / 2**20:.0f} MiB, which leaves room for "
+        f"{max(0, left)} KV blocks where {seats + 1} are needed, one for each request at a time and the null block",
+    )
 
 
 def _choices(options: Mapping[str, Any]) -> dict[str, enum.StrEnum]:

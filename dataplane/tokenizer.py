@@ -6,16 +6,18 @@ prompt through the model's own chat template, in a sandbox; it never runs code t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from dataplane.chat_template import ChatTemplate
 from dataplane.errors import CheckpointError
+from dataplane.gguf_tokenizer import SPACE_MARK, begins_with_bos, gguf_backend
+from dataplane.models.gguf_config import end_ids
 from dataplane.models.gguf_file import GGUFFile
 from dataplane.models.shape import eos_ids, read_json
 from dataplane.request import RequestError
@@ -23,29 +25,27 @@ from dataplane.tools import ToolStyle
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-CONTROL, USER_DEFINED = 3, 4
 WINDOW_CHARACTERS = 8
 """Characters per token of the limit that are tokenized at once when a long text is measured."""
 CUT_TOKENS = 64
 """More tokens than a cut through a text may add to a window of it."""
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPACE_MARK = "▁"
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 class Tokenizer:
     """One model's vocabulary. Ids that were never assigned decode to nothing."""
 
     def __init__(
-        self, backend: Backend, *, eos_token_ids: Iterable[int], bos_token_id: int | None, template: ChatTemplate | None
+        self,
+        backend: Backend,
+        *,
+        eos_token_ids: Iterable[int],
+        bos_token_id: int | None,
+        template: ChatTemplate | None,
     ) -> None:
-        """`bos_token_id` is prepended by `encode`; None where the model wants none or the backend adds it itself."""
+        """`bos_token_id` begins what `encode` gives, None where the model wants none."""
         self._backend = backend
-        self._bos = [] if bos_token_id is None else [bos_token_id]
+        self._bos = bos_token_id
         self._template = template
         self._special = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -75,7 +75,15 @@ class Tokenizer:
         if limit is not None:
             self._refuse_far_longer(text, limit)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return [*self._bos, *ids] if add_special_tokens else ids
+        return self._begun(ids) if add_special_tokens else ids
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """`ids` after one beginning-of-sequence token, where the model wants one: never two, even where the text
+        spells it out, as a rendered chat does."""
+        if self._bos is None:
+            return ids
+        spelt = next((at for at, token in enumerate(ids) if token != self._bos), len(ids))
+        return [self._bos, *ids[spelt:]]
 
     def _refuse_far_longer(self, text: str, limit: int) -> None:
         width = WINDOW_CHARACTERS * limit
@@ -143,12 +151,16 @@ class _Spelling:
     """How a vocabulary writes bytes: byte-level (GPT-2's alphabet) or SentencePiece (▁ and <0xNN>)."""
 
     def __init__(self, backend: Backend) -> None:
-        names = _decoder_names(backend)
+        parts = _decoder_parts(backend)
+        names = {str(part.get("type")) for part in parts}
         self._byte_level = "ByteLevel" in names
         if not self._byte_level and not names & {"Metaspace", "ByteFallback", "Replace"}:
             raise CheckpointError(f"the tokenizer's decoder is not supported: {', '.join(sorted(names)) or 'none'}")
         self._alphabet = {spelt: byte for byte, spelt in _byte_alphabet().items()}
-        self.trims_first_space = bool(names & {"Metaspace", "Strip"})
+        self.trims_first_space = any(
+            part["type"] == "Strip" or (part["type"] == "Metaspace" and part.get("prepend_scheme") != "never")
+            for part in parts
+        )
 
     def to_bytes(self, piece: str) -> bytes:
         if self._byte_level:
@@ -172,31 +184,15 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 def _from_gguf(file: GGUFFile) -> Tokenizer:
     meta = file.metadata
-    kind = meta.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise CheckpointError(f"{file.path.name}: tokenizers of kind {kind} are not supported; gpt2 is")
-    tokens, merges = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.merges")
-    if not tokens or merges is None:
-        raise CheckpointError(f"{file.path.name} holds no whole tokenizer: tokens or merges are missing")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs))
-    backend.pre_tokenizer = _pre_tokenizer(str(meta.get("tokenizer.ggml.pre", "default")), file.path)
-    backend.decoder = decoders.ByteLevel()
-    types = meta.get("tokenizer.ggml.token_type", [])
-    for index, kind_id in enumerate(types):
-        if kind_id in (CONTROL, USER_DEFINED):
-            added = AddedToken(tokens[index], normalized=False, special=kind_id == CONTROL)
-            (backend.add_special_tokens if kind_id == CONTROL else backend.add_tokens)([added])
-    wants_bos = bool(meta.get("tokenizer.ggml.add_bos_token", False))
-    bos, template = meta.get("tokenizer.ggml.bos_token_id"), meta.get("tokenizer.chat_template")
+    backend = gguf_backend(meta, file.path)
+    tokens, template = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.chat_template")
     named = {name: _token(tokens, meta.get(f"tokenizer.ggml.{name}_id")) for name in ("bos_token", "eos_token")}
-    eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    bos = meta.get("tokenizer.ggml.bos_token_id")
     return Tokenizer(
         backend,
-        eos_token_ids=[int(token) for token in eos if token is not None],
-        bos_token_id=int(bos) if wants_bos and bos is not None else None,
-        template=ChatTemplate(template, named) if template else None,
+        eos_token_ids=end_ids(meta),
+        bos_token_id=int(bos) if bos is not None and begins_with_bos(meta) else None,
+        template=_usable(template, named, file.path) if template else None,
     )
 
 
@@ -218,45 +214,50 @@ def _from_folder(folder: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         eos_token_ids=eos,
-        bos_token_id=None,
-        template=ChatTemplate(template, named) if template else None,
+        bos_token_id=_first_added(backend),
+        template=_usable(template, named, folder) if template else None,
     )
+
+
+def _first_added(backend: Backend) -> int | None:
+    """The token that the backend puts before every text."""
+    begun = backend.encode("a", add_special_tokens=True)
+    return begun.ids[0] if begun.special_tokens_mask[:1] == [1] else None
+
+
+def _usable(source: Any, named: dict[str, str], path: Path) -> ChatTemplate:
+    """The compiled template. Raises CheckpointError where not even a plain question can be written with it."""
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path.name} has a chat template that is no text")
+    template = ChatTemplate(source, named)
+    try:
+        template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    except RequestError as error:
+        raise CheckpointError(f"{path.name} has a chat template that takes no question: {error}") from error
+    return template
 
 
 def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """`chat_template.jinja` if there is one, else the one named default in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        return named[0].get("template") if named else None
     return template
 
 
-def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before merging; names as llama.cpp writes them. A wrong cut gives other ids, so unknown ones
-    are refused."""
-    if name in ("default", "gpt-2", "gpt2"):
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if name == "smollm":
-        return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    words = {"llama-bpe": LLAMA3_WORDS, "llama3": LLAMA3_WORDS, "qwen2": QWEN2_WORDS}.get(name)
-    if words is None:
-        raise CheckpointError(f"{path.name}: the pre-tokenizer {name} is not supported")
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _decoder_names(backend: Backend) -> set[str]:
-    """Type names of the backend's decoder and of those inside it."""
-    return set(re.findall(r'"type":\s*"(\w+)"', backend.decoder.__getstate__().decode())) if backend.decoder else set()
+def _decoder_parts(backend: Backend) -> list[dict[str, Any]]:
+    """The steps of the backend's decoder, each with its `type`."""
+    if backend.decoder is None:
+        return []
+    whole = json.loads(backend.decoder.__getstate__())
+    return list(whole.get("decoders", [whole]))
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -260,7 +260,8 @@ def _operators(shape: ModelShape, case: RooflineCase) -> Iterator[Measured]:
     """The model's own products and attentions, at decode's and at prefill's sizes."""
     heads, width = (shape.heads, shape.kv_heads, shape.head_dim), shape.head_dim * (shape.heads + 2 * shape.kv_heads)
     products = (
-        (shape.hidden, width), (shape.hidden, 2 * shape.intermediate), (shape.intermediate, shape.hidden),
+        (shape.hidden, width), (shape.hidden, (shape.mlp_matrices - 1) * shape.intermediate),
+        (shape.intermediate, shape.hidden),
     )  # fmt: skip
     timer = OperatorTimer(case.threads, 2 * case.repeats + 1)
     for tokens in (1, 8, 64, min(512, case.prompt)):

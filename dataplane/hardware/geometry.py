@@ -41,6 +41,8 @@ class DenseShape(Protocol):
     @property
     def intermediate(self) -> int: ...
     @property
+    def mlp_matrices(self) -> int: ...
+    @property
     def vocab(self) -> int: ...
     @property
     def tied_embeddings(self) -> bool: ...
@@ -128,6 +130,7 @@ class Geometry:
             head_dim=shape.head_dim,
             inner=shape.intermediate,
             vocab=shape.vocab,
+            matrices=shape.mlp_matrices,
             weights=FP32,
             kv=FP32,
             precision=Precision.FP32,

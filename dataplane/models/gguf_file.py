@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,8 @@ SUPPORTED = frozenset(
     for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
 DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+"""ggml's own bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +113,17 @@ class GGUFFile:
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
             key = cursor.text()
+            if key in metadata:
+                raise CheckpointError(f"{path.name} is damaged: it has the key {key} twice")
             metadata[key] = cursor.value(cursor.u32())
         entries = [_read_entry(cursor) for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise CheckpointError(f"{path.name} is damaged: its alignment is {alignment!r}")
         base = -(-cursor.at // alignment) * alignment
-        tensors = {entry.name: _placed(entry, base, len(data), path) for entry in entries}
-        return cls(path, data, metadata, tensors)
+        placed = [_placed(entry, base, alignment, len(data), path) for entry in entries]
+        _refuse_sharing(placed, path)
+        return cls(path, data, metadata, {entry.name: entry for entry in placed})
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Tensor `name`, dequantised to float32, in its row-major shape."""
@@ -130,7 +136,10 @@ class GGUFFile:
 
 def _read_entry(cursor: _Cursor) -> TensorInfo:
     name = cursor.text()
-    dimensions = tuple(cursor.u64() for _ in range(cursor.u32()))
+    rank = cursor.u32()
+    if rank > MAX_DIMENSIONS:
+        raise CheckpointError(f"{cursor.path.name} is damaged: tensor {name} has {rank} dimensions")
+    dimensions = tuple(cursor.u64() for _ in range(rank))
     kind_id, offset = cursor.u32(), cursor.u64()
     try:
         kind = GGMLQuantizationType(kind_id)
@@ -149,11 +158,23 @@ def _read_entry(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, shape, kind, offset, count // block * size)
 
 
-def _placed(entry: TensorInfo, base: int, file_size: int, path: Path) -> TensorInfo:
+def _placed(entry: TensorInfo, base: int, alignment: int, file_size: int, path: Path) -> TensorInfo:
     start = base + entry.offset
+    if entry.offset % alignment:
+        raise CheckpointError(f"{path.name} is damaged: tensor {entry.name} begins at {entry.offset}, unaligned")
     if start + entry.nbytes > file_size:
         raise CheckpointError(
             f"{path.name} is truncated: tensor {entry.name} ends at byte {start + entry.nbytes}, "
             f"the file at {file_size}"
         )
     return TensorInfo(entry.name, entry.shape, entry.kind, start, entry.nbytes)
+
+
+def _refuse_sharing(tensors: list[TensorInfo], path: Path) -> None:
+    """No two entries have one name, and none shares a byte with another."""
+    names = {entry.name for entry in tensors}
+    if len(names) != len(tensors):
+        raise CheckpointError(f"{path.name} is damaged: it has {len(tensors)} tensors of {len(names)} names")
+    for before, after in pairwise(sorted(tensors, key=lambda entry: entry.offset)):
+        if before.offset + before.nbytes > after.offset:
+            raise CheckpointError(f"{path.name} is damaged: tensors {before.name} and {after.name} overlap")

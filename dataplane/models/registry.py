@@ -1,7 +1,6 @@
-"""Which class runs which architecture.
+"""Which class runs which family.
 
-Layer: model algorithm. One entry per architecture name as checkpoints spell it (GGUF `general.architecture`,
-Hugging Face `model_type`); an unknown name is refused here and nowhere else.
+Layer: model algorithm. One entry per family of `dataplane.models.families`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from dataplane.errors import CheckpointError
-from dataplane.models.llama import Attention, Llama
-from dataplane.models.rope import RotaryEmbedding
+from dataplane.kernels.ops import Attention
+from dataplane.models.families import family_of
+from dataplane.models.gemma import Gemma, Gemma2, Gemma3
+from dataplane.models.llama import Llama, Phi3, Qwen3
+from dataplane.models.phi import Phi
 from dataplane.models.shape import ModelShape
 
 
 class Model(Protocol):
     """What the runtime and the loader need of a network."""
-
-    rotary: RotaryEmbedding
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """token_ids and positions [T] → hidden states [T, hidden]."""
@@ -36,13 +35,22 @@ class Model(Protocol):
         """Switch off what only training needs."""
 
 
-ARCHITECTURES: Mapping[str, Callable[[ModelShape, int], Model]] = MappingProxyType({"llama": Llama})
+FAMILIES: Mapping[str, Callable[[ModelShape, int], Model]] = MappingProxyType(
+    {
+        "llama": Llama,
+        "mistral": Llama,
+        "qwen2": Llama,
+        "qwen3": Qwen3,
+        "gemma": Gemma,
+        "gemma2": Gemma2,
+        "gemma3": Gemma3,
+        "phi": Phi,
+        "phi3": Phi3,
+    }
+)
 
 
 def build(shape: ModelShape, positions: int) -> Model:
     """An uninitialised model for `shape` with rotary tables for `positions`. Raises CheckpointError if unknown."""
-    model = ARCHITECTURES.get(shape.architecture)
-    if model is None:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise CheckpointError(f"the architecture {shape.architecture} is not supported; supported are: {known}")
-    return model(shape, positions)
+    family_of(shape.architecture, {name: name for name in FAMILIES})
+    return FAMILIES[shape.architecture](shape, positions)

@@ -1,7 +1,8 @@
 """The geometry of a model, read from its files.
 
 Layer: model algorithm. Torch-free: configuration, KV accounting and the cost of a step need the numbers
-without the weights. It reads metadata only, never a tensor.
+without the weights. `hf_config` and `gguf_config` read it; they read metadata only, and of the tensors none but the
+rotary factors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dataplane.errors import CheckpointError
 from dataplane.models.gguf_file import GGUFFile
@@ -20,13 +21,28 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. `kind` is `linear` or `llama3` (Llama 3.1 report, appendix)."""
+    """How rotary frequencies are stretched beyond the length a model was trained on.
+
+    `kind` is `linear` (Chen et al. 2023), `dynamic` (NTK-aware, as transformers has it), `yarn` (Peng et al. 2023),
+    `llama3` (Llama 3.1 report, appendix), `longrope` (Ding et al. 2024) or `divided` (a divisor for each pair that
+    the checkpoint brings, `long_factors`).
+    """
 
     kind: str
-    factor: float
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    """Tokens the model was trained on before it was stretched."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether yarn's bounds are rounded to whole pairs."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin (yarn, longrope)."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    """Divisors of each pair's frequency: of sequences up to `original_context`, and of longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,7 @@ class ModelShape:
     """What a decoder-only transformer is made of; every count is exact, every size in elements."""
 
     architecture: str
+    """The family, a name of `dataplane.models.families`."""
     layers: int
     hidden: int
     heads: int
@@ -43,10 +60,27 @@ class ModelShape:
     vocab: int
     context: int
     rms_eps: float
+    """ε of every norm, of LayerNorms too."""
     rope_theta: float
     rope_scaling: RopeScaling | None
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    rotary_dim: int | None = None
+    """Columns of a head that turn with the position; None is all of them."""
+    local_rope_theta: float | None = None
+    """The base of layers that have a window, unscaled; None where it is that of all layers (Gemma 3 has its own)."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer the nearest keys a query sees, its own among them, None for all; () where no layer has one."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None is 1 / √head_dim."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attention_bias: bool = False
+    """Whether queries, keys and values have a bias; `output_bias` and `mlp_bias` likewise for their products."""
+    output_bias: bool = False
+    mlp_bias: bool = False
+    mlp_matrices: int = 3
+    """3 where the MLP has a gate, 2 where it has none."""
 
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context")
@@ -55,10 +89,66 @@ class ModelShape:
             wrong = [f"{self.heads} heads over {self.kv_heads} key heads"]
         if not wrong and self.head_dim % 2:
             wrong = [f"the odd head size {self.head_dim}"]
-        if not wrong and not (0 < self.rms_eps < 1 and 0 < self.rope_theta < math.inf):
+        if not wrong and not (0 < self.rms_eps < 1 and 1 < self.rope_theta < math.inf):
             wrong = [f"rms_eps {self.rms_eps}, rope_theta {self.rope_theta}"]
+        wrong = wrong or self._attention_faults()
         if wrong:
             raise CheckpointError(f"the model's metadata cannot be: {', '.join(wrong)}")
+
+    def _attention_faults(self) -> list[str]:
+        wrong = []
+        if self.turned < 2 or self.turned > self.head_dim or self.turned % 2:
+            wrong.append(f"{self.turned} of {self.head_dim} columns of a head that turn")
+        sizes = [size for size in self.windows if size is not None]
+        if self.windows and (len(self.windows) != self.layers or min(sizes, default=1) < 1):
+            wrong.append(f"the windows {self.windows} of {self.layers} layers")
+        if self.local_rope_theta is not None and not 1 < self.local_rope_theta < math.inf:
+            wrong.append(f"local_rope_theta {self.local_rope_theta}")
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                wrong.append(f"{name} {value}")
+        return wrong or self._scaling_faults()
+
+    def _scaling_faults(self) -> list[str]:
+        scaling, pairs = self.rope_scaling, self.turned // 2
+        if scaling is None:
+            return []
+        wrong = [
+            f"rope {name} {getattr(scaling, name)}"
+            for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "original_context")
+            if not 0 < getattr(scaling, name) < math.inf
+        ]
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(scaling, name)
+            if factors and (len(factors) != pairs or not all(0 < factor < math.inf for factor in factors)):
+                wrong.append(f"{len(factors)} rope {name} for {pairs} pairs, the least {min(factors)}")
+        if scaling.kind == "dynamic" and pairs < 2:
+            wrong.append("dynamic rope scaling of a single pair")
+        if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
+            wrong.append(f"rope high_freq_factor {scaling.high_freq_factor}")
+        return wrong
+
+    @property
+    def turned(self) -> int:
+        """Columns of a head that turn with the position."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window(self, layer: int) -> int | None:
+        """The nearest keys a query of `layer` sees; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a sequence may have: dynamic scaling stretches the context to its factor."""
+        scaling = self.rope_scaling
+        stretched = scaling is not None and scaling.kind == "dynamic"
+        return int(self.context * scaling.factor) if scaling and stretched else self.context
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -69,7 +159,7 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Parameters of all layers that every token multiplies with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        return self.layers * (attention + self.mlp_matrices * self.hidden * self.intermediate)
 
     @property
     def head_parameters(self) -> int:
@@ -91,64 +181,15 @@ class ModelShape:
         return FLOAT_BYTES * (self.layer_parameters + head) + self.kv_bytes_per_token * float(context_tokens)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path) -> ModelShape:
         """From a GGUF file or a folder with `config.json`. Raises CheckpointError naming what is missing."""
+        from dataplane.models.gguf_config import gguf_shape
+        from dataplane.models.hf_config import hf_shape
+
         try:
-            return cls.from_hf(path) if path.is_dir() else cls.from_gguf(GGUFFile.open(path))
-        except (TypeError, ValueError, ArithmeticError) as error:
+            return hf_shape(path) if path.is_dir() else gguf_shape(GGUFFile.open(path))
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise CheckpointError(f"the metadata of {path.name} is damaged: {error}") from error
-
-    @classmethod
-    def from_gguf(cls, file: GGUFFile) -> Self:
-        meta = file.metadata
-        arch = str(_need(meta, "general.architecture", file.path))
-
-        def need(key: str) -> Any:
-            return _need(meta, f"{arch}.{key}", file.path)
-
-        hidden, heads = int(need("embedding_length")), int(need("attention.head_count"))
-        embedding = file.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise CheckpointError(f"{file.path.name} lacks the tensor token_embd.weight")
-        eos = [meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-        return cls(
-            architecture=arch,
-            layers=int(need("block_count")),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(meta.get(f"{arch}.attention.head_count_kv", heads)),
-            head_dim=int(meta.get(f"{arch}.attention.key_length", hidden // heads)),
-            intermediate=int(need("feed_forward_length")),
-            vocab=embedding.shape[0],
-            context=int(need("context_length")),
-            rms_eps=float(need("attention.layer_norm_rms_epsilon")),
-            rope_theta=float(meta.get(f"{arch}.rope.freq_base", 10000.0)),
-            rope_scaling=_gguf_scaling(meta, arch, file.path),
-            tied_embeddings="output.weight" not in file.tensors,
-            eos_token_ids=tuple(sorted({int(token) for token in eos if token is not None})),
-        )
-
-    @classmethod
-    def from_hf(cls, folder: Path) -> Self:
-        config = read_json(folder / "config.json")
-        hidden, heads = int(_need(config, "hidden_size", folder)), int(_need(config, "num_attention_heads", folder))
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        return cls(
-            architecture=str(_need(config, "model_type", folder)),
-            layers=int(_need(config, "num_hidden_layers", folder)),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(_need(config, "intermediate_size", folder)),
-            vocab=int(_need(config, "vocab_size", folder)),
-            context=int(_need(config, "max_position_embeddings", folder)),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=_hf_scaling(rope, folder),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=eos_ids(folder),
-        )
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
@@ -160,13 +201,15 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _need(source: dict[str, Any], key: str, path: Path) -> Any:
+def need(source: dict[str, Any], key: str, path: Path) -> Any:
+    """source[key]. Raises CheckpointError where it is missing or null."""
     if source.get(key) is None:
         raise CheckpointError(f"{path.name} lacks {key}")
     return source[key]
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -176,29 +219,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return value
-
-
-def _gguf_scaling(meta: dict[str, Any], arch: str, path: Path) -> RopeScaling | None:
-    kind = str(meta.get(f"{arch}.rope.scaling.type", "none"))
-    if kind == "none":
-        return None
-    if kind != "linear":
-        raise CheckpointError(f"{path.name}: rope scaling {kind} is not supported; linear and llama3 are")
-    return RopeScaling("linear", float(_need(meta, f"{arch}.rope.scaling.factor", path)))
-
-
-def _hf_scaling(rope: dict[str, Any], folder: Path) -> RopeScaling | None:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(_need(rope, "factor", folder)))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            factor=float(_need(rope, "factor", folder)),
-            low_freq_factor=float(_need(rope, "low_freq_factor", folder)),
-            high_freq_factor=float(_need(rope, "high_freq_factor", folder)),
-            original_context=int(_need(rope, "original_max_position_embeddings", folder)),
-        )
-    raise CheckpointError(f"{folder.name}: rope scaling {kind} is not supported; linear and llama3 are")

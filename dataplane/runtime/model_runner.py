@@ -90,7 +90,7 @@ class ModelRunner:
             attention = self.attention.plan(step)
             prepared = self._clock()
             hidden = self.model(step.token_ids, step.positions, attention)
-            logits = self.model.logits(hidden[step.sample_at]) if step.sampled else None
+            logits = self.model.logits(hidden[step.sample_at]).float() if step.sampled else None
             forwarded = self._clock()
             result = StepResult({})
             for request_id, refusal in refused.items():
@@ -133,7 +133,7 @@ class ModelRunner:
             scores: list[TokenLogprob | None] = [None] if span.first else []
             for at in range(0, len(span.targets), ROWS_AT_ONCE):
                 targets = span.targets[at : at + ROWS_AT_ONCE]
-                logits = self.model.logits(hidden[span.at + at : span.at + at + len(targets)])
+                logits = self.model.logits(hidden[span.at + at : span.at + at + len(targets)]).float()
                 scores += score(logits, targets, [top] * len(targets))
             if not all(math.isfinite(scored.logprob) for scored in scores if scored is not None):
                 _fail(result, span.request_id, NOT_FINITE)

@@ -53,6 +53,23 @@ def test_the_pool_follows_the_memory_that_is_there(folder: Path, monkeypatch: py
         EngineConfig.resolve(folder)
 
 
+def test_the_weights_and_a_block_for_each_request_must_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the pool is chosen or given: memory that is not there is found before anything is loaded."""
+    shape = EngineConfig.resolve(folder).model.shape
+    block = shape.kv_bytes_per_token * 16
+    monkeypatch.setattr(config, "available_memory", lambda: shape.weight_bytes + 50 * block)
+    sentence = "room for 50 KV blocks where 101 are needed, one for each request"
+    with pytest.raises(ConfigError, match=sentence):
+        EngineConfig.resolve(folder, max_num_seqs=100)
+    with pytest.raises(ConfigError, match=sentence):
+        EngineConfig.resolve(folder, max_num_seqs=100, num_blocks=200)
+    assert EngineConfig.resolve(folder, max_num_seqs=49, num_blocks=200).cache.num_blocks == 200
+    assert EngineConfig.resolve(folder, max_num_seqs=100, num_blocks=50).cache.num_blocks == 50
+    monkeypatch.setattr(config, "available_memory", lambda: shape.weight_bytes // 2)
+    with pytest.raises(ConfigError, match="room for 0 KV blocks where 12 are needed"):
+        EngineConfig.resolve(folder, num_blocks=12)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

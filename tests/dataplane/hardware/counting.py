@@ -52,16 +52,28 @@ class CausalAttention:
         self.values = [torch.zeros(positions, kv_heads, head_dim) for _ in range(layers)]
         self.computed = 0
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, d], k and v [T, H_k, d] → [T, H · d]."""
-        count, heads, dim = q.shape
-        kv_heads = k.shape[1]
-        self.keys[layer][self.computed : self.computed + count] = k
-        self.values[layer][self.computed : self.computed + count] = v
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """q [T, H · d], k and v [T, H_k · d] → [T, H · d]. Windows and caps are not counted."""
+        assert window is None and softcap is None
+        count, (kv_heads, dim) = len(q), self.keys[layer].shape[1:]
+        q = q.view(count, -1, dim)
+        heads = q.shape[1]
+        self.keys[layer][self.computed : self.computed + count] = k.view(count, kv_heads, dim)
+        self.values[layer][self.computed : self.computed + count] = v.view(count, kv_heads, dim)
         rows = []
         for index in range(count):
             seen = self.computed + index + 1
             folded = q[index].view(kv_heads, heads // kv_heads, dim)
-            scores = torch.bmm(folded, self.keys[layer][:seen].permute(1, 2, 0)) / dim**0.5
+            scores = torch.bmm(folded, self.keys[layer][:seen].permute(1, 2, 0)) * scale
             rows.append(torch.bmm(scores.softmax(-1), self.values[layer][:seen].transpose(0, 1)).reshape(1, -1))
         return torch.cat(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -109,10 +111,10 @@ def test_many_missing_tensors_are_counted_not_listed(tmp_path: Path) -> None:
 
 
 def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"does not have: blk\.0\.attn_q\.bias"):
+    with pytest.raises(CheckpointError, match=r"does not have: blk\.0\.attn_sinks\.weight"):
         load(
             write_gguf(
-                tmp_path / "tiny.gguf", tiny_config(), extra={"blk.0.attn_q.bias": np.zeros(64, dtype=np.float32)}
+                tmp_path / "tiny.gguf", tiny_config(), extra={"blk.0.attn_sinks.weight": np.zeros(64, dtype=np.float32)}
             )
         )
 
@@ -155,6 +157,87 @@ def test_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) -> N
             continue
 
 
+def entry_of(data: bytes, name: str) -> int:
+    """Where the directory entry of tensor `name` says its shape."""
+    return data.index(name.encode()) + len(name)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "size", "sentence"),
+    [
+        (0, 9, 4, "token_embd.weight has 9 dimensions"),
+        (4, 2**62, 8, "truncated: tensor token_embd.weight ends at byte"),
+        (12, 0, 8, "token_embd.weight of type F32 has the impossible shape"),
+        (20, 999, 4, "token_embd.weight has the unknown type 999"),
+        (20, 10, 4, "token_embd.weight is Q2_K; supported types are BF16"),
+        (24, 2**63, 8, "truncated: tensor token_embd.weight ends at byte"),
+        (24, 16, 8, "token_embd.weight begins at 16, unaligned"),
+        (24, 32, 8, "token_embd.weight and output_norm.weight overlap"),
+    ],
+)
+def test_a_lying_tensor_directory_is_refused(tmp_path: Path, at: int, value: int, size: int, sentence: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_config())
+    data = path.read_bytes()
+    start = entry_of(data, "token_embd.weight") + at
+    path.write_bytes(data[:start] + value.to_bytes(size, "little") + data[start + size :])
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        load(path)
+
+
+@pytest.mark.parametrize(("at", "counted"), [(8, "tensors"), (16, "keys")])
+def test_absurd_counts_end_where_the_file_does(tmp_path: Path, at: int, counted: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_config())
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + (2**63).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
+        load(path)
+
+
+def test_names_that_appear_twice_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_config())
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
+    with pytest.raises(CheckpointError, match="of 28 names"):
+        load(path)
+    path.write_bytes(data.replace(b"llama.rope.freq_base", b"llama.context_length"))
+    with pytest.raises(CheckpointError, match=r"has the key llama\.context_length twice"):
+        load(path)
+
+
+def test_whole_numbers_where_weights_belong_are_refused(tmp_path: Path) -> None:
+    weights = tiny_weights(tiny_config())
+    weights["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is of type I8; supported types are BF16"):
+        load(write_safetensors(tmp_path, tiny_config(), weights))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    folder = write_safetensors(tmp_path, tiny_config(), shards=2)
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="which another shard holds too"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"hidden_act": "relu"}, "the activation relu is not supported for llama"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised as gptq are not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported for llama"),
+        ({"model_type": "gemma", "hidden_act": "gelu", "use_bidirectional_attention": True}, "use_bidirectional"),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ({"model_type": "mistral", "sliding_window": 0}, "windows"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "1 rope short_factors"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope factor 0"),
+    ],
+)
+def test_what_would_be_computed_otherwise_than_the_checkpoint_says_is_refused(
+    tmp_path: Path, overrides: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        load(write_safetensors(tmp_path, tiny_config(**overrides), tiny_weights(tiny_config())))
+
+
 def test_a_truncated_safetensors_file_is_refused(tmp_path: Path) -> None:
     file = write_safetensors(tmp_path, tiny_config()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -178,7 +261,7 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"architecture mamba is not supported; supported are: llama"):
+    with pytest.raises(CheckpointError, match=r"architecture mamba is not supported; supported are: gemma, .*llama"):
         load(write_gguf(tmp_path / "tiny.gguf", tiny_config(), architecture="mamba"))
     with pytest.raises(CheckpointError, match="architecture bert"):
         load(write_safetensors(tmp_path / "st", tiny_config(model_type="bert")))

@@ -15,6 +15,7 @@ from dataplane.errors import CheckpointError
 from dataplane.models.gguf_file import GGUFFile
 from dataplane.models.loader import load_model
 from dataplane.models.shape import ModelShape
+from tests.factories.families import LONG, config_of
 from tests.factories.models import tiny_config, write_gguf, write_safetensors
 
 
@@ -57,7 +58,7 @@ def test_weights_and_steps_cost_what_the_formulas_say(tmp_path: Path) -> None:
         ({"rope_theta": -2.0}, "rope_theta -2.0"),
         ({"hidden_size": "many"}, "damaged"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling yarn is not supported"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope scaling spiral is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor"),
     ],
 )
@@ -91,3 +92,50 @@ def test_nested_arrays_and_a_zero_alignment_are_damage(tmp_path: Path) -> None:
     path.write_bytes(data[: at - 8] + entry + data[at + len(writer_key) + 8 :])
     with pytest.raises(CheckpointError, match="its alignment is 0"):
         GGUFFile.open(path)
+
+
+OLDER: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "llama-yarn": (
+        ("rope_parameters",),
+        {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "mistral": (("rope_parameters", "head_dim"), {"rope_theta": 1e4}),
+    "qwen2-window": (("rope_parameters", "layer_types"), {"rope_theta": 1e4}),
+    "gemma": (("rope_parameters", "hidden_act"), {"rope_theta": 1e4, "hidden_act": "gelu", "hidden_activation": None}),
+    "gemma2": (("rope_parameters", "layer_types"), {"rope_theta": 1e4}),
+    "gemma3": (
+        ("rope_parameters", "layer_types"),
+        {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "phi": (("rope_parameters",), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+    "phi3-long": (("rope_parameters",), {"rope_theta": 1e4, "rope_scaling": {**LONG, "type": "su", "rope_type": None}}),
+}
+"""What checkpoints made before transformers 5 lack, and what they say in its place."""
+
+
+@pytest.mark.parametrize("variant", OLDER)
+def test_older_spellings_say_the_same(tmp_path: Path, variant: str) -> None:
+    config_of(variant).save_pretrained(tmp_path)
+    today = ModelShape.read(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    gone, instead = OLDER[variant]
+    kept = {key: value for key, value in config.items() if key not in gone}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **instead}))
+    assert ModelShape.read(tmp_path) == today
+    assert today.rope_scaling is None or today.rope_scaling.factor > 0
+
+
+def test_defaults_of_a_family_are_filled_in(tmp_path: Path) -> None:
+    """Gemma's first files leave out what transformers fills in."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_config(model_type="gemma2", hidden_act="gelu_pytorch_tanh"), "head_dim": None})
+    )
+    shape = ModelShape.read(tmp_path)
+    assert (shape.head_dim, shape.attention_softcap, shape.logit_softcap) == (256, 50.0, 30.0)
+    assert shape.windows == (4096, None, 4096)
+    assert shape.scale == 1 / 16

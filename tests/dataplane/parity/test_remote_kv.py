@@ -297,7 +297,7 @@ def test_what_a_load_writes_over_has_been_moved_out(
     flights: int,
 ) -> None:
     """A tight pool with host memory behind it: loads get blocks that the same plan evicts or swaps out."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(4)  # of 3, one draw lies on the edge between two tokens
     crowd = [
         wire(str(index), torch.randint(3, 128, (60 + index,), generator=generator).tolist(), **SAMPLING[index % 6])
         for index in range(24)

@@ -18,15 +18,24 @@ HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 
 
 def shape() -> ModelShape:
-    return ModelShape("llama", 2, 48, HEADS, KV_HEADS, DIM, 64, 32, 2048, 1e-5, 1e4, None, True, (2,))
+    return ModelShape("llama", 3, 48, HEADS, KV_HEADS, DIM, 64, 32, 2048, 1e-5, 1e4, None, True, (2,))
 
 
-def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+SEEN: tuple[tuple[int | None, float | None, float], ...] = ((None, None, DIM**-0.5), (5, None, 0.3), (33, 2.0, 0.5))
+"""(window, soft-cap, scale) of layers that one step runs after each other."""
+
+
+def whole(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, seen: tuple[int | None, float | None, float]
+) -> torch.Tensor:
     """Textbook attention: q [n, H, d] at positions from `start` over k and v [S, H_k, d] → [n, H · d]."""
+    window, cap, scale = seen
     share = HEADS // KV_HEADS
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = torch.einsum("nhd,shd->hns", q, k) / DIM**0.5
-    visible = torch.arange(k.shape[0]) <= torch.arange(start, start + q.shape[0])[:, None]
+    scores = torch.einsum("nhd,shd->hns", q, k) * scale
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    keys, queries = torch.arange(k.shape[0]), torch.arange(start, start + q.shape[0])[:, None]
+    visible = (keys <= queries) & (keys > queries - (window or k.shape[0]))
     return torch.einsum("hns,shd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).flatten(1)
 
 
@@ -52,7 +61,7 @@ def test_mixed_steps_equal_whole_attention(seed: int) -> None:
     batch.update(plan)
     step = batch.gather(plan)
     attention = TorchAttention(store, HEADS).plan(step)
-    for layer in (0, 1):
+    for layer, seen in enumerate(SEEN):
         history = {
             new.request_id: (
                 torch.randn(new.computed + tokens[new.request_id], KV_HEADS, DIM, generator=generator),
@@ -67,12 +76,14 @@ def test_mixed_steps_equal_whole_attention(seed: int) -> None:
                 store.write(layer, slots, k[: new.computed], v[: new.computed])
         q = torch.randn(len(step.positions), HEADS, DIM, generator=generator)
         fresh = [[history[name][part][-tokens[name] :] for name in step.request_ids] for part in (0, 1)]
-        out = attention.run(layer, q, torch.cat(fresh[0]), torch.cat(fresh[1]))
+        flat = [tensor.flatten(1) for tensor in (q, torch.cat(fresh[0]), torch.cat(fresh[1]))]
+        window, cap, scale = seen
+        out = attention.run(layer, *flat, scale=scale, window=window, softcap=cap)
         at = 0
         for name in step.request_ids:
             count = tokens[name]
             k, v = history[name]
-            expected = whole(q[at : at + count], k, v, k.shape[0] - count)
+            expected = whole(q[at : at + count], k, v, k.shape[0] - count, seen)
             torch.testing.assert_close(out[at : at + count], expected, rtol=1e-4, atol=1e-4)
             at += count
 
