@@ -8,50 +8,18 @@ takes turns with the gateway, on its core: what a relay can do on this machine a
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
-
 from controlplane.lab.bench import streams
 from controlplane.lab.bench.case import STREAM_TOKENS, Bench, times, whole
 from controlplane.lab.bench.processes import cpu_seconds
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.requests import Target
+from controlplane.lab.bench.rounds import Rounds
 
 STREAMS = (16, 64)
 
 PLAIN_STREAMS = 16
 """Streams at which the plain relay is measured too."""
 COLUMNS = ("load", "tokens/s", "rounds", "ceiling, direct", "tokens per write", "CPU µs/token", "tokens/s, ours/plain")
-
-
-@dataclass(slots=True)
-class Rounds:
-    """What each round at one target found."""
-
-    target: Target
-    pid: int
-    rates: list[float] = field(default_factory=list)
-    grouped: list[float] = field(default_factory=list)
-    cpu_us: list[float] = field(default_factory=list)
-
-    def measure(self, bench: Bench, count: int, single: bool) -> None:
-        """One more round. Raises LoadError."""
-        run, spent = _run(bench, self.target, self.pid, count, single)
-        self.rates.append(run.tokens_per_s)
-        self.grouped.append(run.tokens_per_write)
-        self.cpu_us.append(spent / run.tokens * 1e6)
-
-    def note(self, results: dict[str, float], prefix: str, count: int, single: bool) -> None:
-        kind = "single_" if single else ""
-        results[f"{prefix}relay_{kind}tokens_per_s_{count}"] = statistics.median(self.rates)
-        results[f"{prefix}cpu_us_per_{kind}token_{count}"] = statistics.median(self.cpu_us)
-        if not single:
-            results[f"{prefix}relay_tokens_per_write_{count}"] = statistics.median(self.grouped)
-
-    def row(self, name: str, ceiling: float) -> tuple[str, ...]:
-        rate, grouped, cpu = (statistics.median(each) for each in (self.rates, self.grouped, self.cpu_us))
-        spread = f"{whole(min(self.rates))} to {whole(max(self.rates))}"
-        return (name, whole(rate), spread, whole(ceiling), f"{grouped:.1f}", f"{cpu:.1f}")
 
 
 def relaying(bench: Bench) -> Section:
@@ -83,18 +51,37 @@ def _with(bench: Bench, count: int, single: bool, results: dict[str, float]) -> 
     for _ in range(int(bench.case.size(3, 1))):
         for each in (ceiling, ours, plain):
             if each is not None:
-                each.measure(bench, count, single)
+                _measure(bench, each, count, single)
     kind = "single_" if single else ""
     load = f"{count} streams, {'one token at a time' if single else 'unpaced'}"
-    bound = statistics.median(ceiling.rates)
+    bound = ceiling.median("rate")
     results[f"ceiling_{kind}tokens_per_s_{count}"] = bound
-    ours.note(results, "", count, single)
+    _note(ours, results, "", count, single)
     if plain is None:
-        return [(*ours.row(load, bound), "")]
-    plain.note(results, "plain_", count, single)
-    found = statistics.median(ours.rates) / statistics.median(plain.rates)
+        return [(*_row(ours, load, bound), "")]
+    _note(plain, results, "plain_", count, single)
+    found = ours.median("rate") / plain.median("rate")
     results[f"plain_{kind}tokens_ratio_{count}"] = found
-    return [(*ours.row(load, bound), times(found)), (*plain.row(f"{load}, plain relay", bound), "")]
+    return [(*_row(ours, load, bound), times(found)), (*_row(plain, f"{load}, plain relay", bound), "")]
+
+
+def _measure(bench: Bench, rounds: Rounds, count: int, single: bool) -> None:
+    """One more round. Raises LoadError."""
+    run, spent = _run(bench, rounds.target, rounds.pid, count, single)
+    rounds.add(rate=run.tokens_per_s, grouped=run.tokens_per_write, cpu_us=spent / run.tokens * 1e6)
+
+
+def _note(rounds: Rounds, results: dict[str, float], prefix: str, count: int, single: bool) -> None:
+    kind = "single_" if single else ""
+    results[f"{prefix}relay_{kind}tokens_per_s_{count}"] = rounds.median("rate")
+    results[f"{prefix}cpu_us_per_{kind}token_{count}"] = rounds.median("cpu_us")
+    if not single:
+        results[f"{prefix}relay_tokens_per_write_{count}"] = rounds.median("grouped")
+
+
+def _row(rounds: Rounds, name: str, ceiling: float) -> tuple[str, ...]:
+    grouped, cpu = rounds.median("grouped"), rounds.median("cpu_us")
+    return (name, whole(rounds.median("rate")), rounds.spread("rate"), whole(ceiling), f"{grouped:.1f}", f"{cpu:.1f}")
 
 
 def _run(bench: Bench, target: Target, pid: int, count: int, single: bool) -> tuple[streams.StreamRun, float]:

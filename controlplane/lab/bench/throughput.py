@@ -8,7 +8,6 @@ plain relay, on the gateway's core in turns with it, says what a relay can do on
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
 
 from controlplane.lab.bench import requests, wrk
 from controlplane.lab.bench.case import TOKENS, Bench, ms, ratio, times, whole
@@ -16,6 +15,7 @@ from controlplane.lab.bench.closed import LoadError
 from controlplane.lab.bench.processes import cpu_seconds
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.requests import Target
+from controlplane.lab.bench.rounds import Rounds
 
 CONNECTIONS = (16, 64)
 COLUMNS = (
@@ -29,37 +29,6 @@ COLUMNS = (
     "requests/s, ours/plain",
     "CPU, ours/plain",
 )
-
-
-@dataclass(slots=True)
-class Rounds:
-    """What each round at one target found."""
-
-    target: Target
-    pid: int
-    rates: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
-    p50_ms: list[float] = field(default_factory=list)
-    p99_ms: list[float] = field(default_factory=list)
-
-    def measure(self, bench: Bench, connections: int) -> None:
-        """One more round. Raises LoadError."""
-        before = cpu_seconds(self.pid)
-        run = load(bench, self.target, connections)
-        self.cpu_ms.append((cpu_seconds(self.pid) - before) / run.requests * 1000)
-        self.rates.append(run.requests_per_s)
-        self.p50_ms.append(run.p50_us / 1000)
-        self.p99_ms.append(run.p99_us / 1000)
-
-    def note(self, results: dict[str, float | None], prefix: str, connections: int) -> None:
-        results[f"{prefix}requests_per_s_c{connections}"] = statistics.median(self.rates)
-        results[f"{prefix}cpu_ms_per_request_c{connections}"] = statistics.median(self.cpu_ms)
-        results[f"{prefix}latency_ms_p99_c{connections}"] = statistics.median(self.p99_ms)
-
-    def row(self, name: str, ceiling: float) -> tuple[str, ...]:
-        spread = f"{whole(min(self.rates))} to {whole(max(self.rates))}"
-        costs = (ms(statistics.median(each)) for each in (self.cpu_ms, self.p50_ms, self.p99_ms))
-        return (name, whole(statistics.median(self.rates)), spread, whole(ceiling), *costs)
 
 
 def throughput(bench: Bench) -> Section:
@@ -87,20 +56,37 @@ def _at(bench: Bench, connections: int, results: dict[str, float | None]) -> lis
     plain = Rounds(deployment.plain, deployment.plain_pid)
     for _ in range(int(bench.case.size(3, 1))):
         ceilings.append(load(bench, deployment.direct, connections).requests_per_s)
-        ours.measure(bench, connections)
-        plain.measure(bench, connections)
+        for each in (ours, plain):
+            _measure(bench, each, connections)
     ceiling = statistics.median(ceilings)
     results[f"ceiling_requests_per_s_c{connections}"] = ceiling
-    ours.note(results, "", connections)
-    plain.note(results, "plain_", connections)
-    requests_ratio = ratio(statistics.median(ours.rates), statistics.median(plain.rates))
-    cpu_ratio = ratio(statistics.median(ours.cpu_ms), statistics.median(plain.cpu_ms))
-    results[f"plain_requests_ratio_c{connections}"] = requests_ratio
-    results[f"plain_cpu_ratio_c{connections}"] = cpu_ratio
+    for prefix, each in (("", ours), ("plain_", plain)):
+        results[f"{prefix}requests_per_s_c{connections}"] = each.median("rate")
+        results[f"{prefix}cpu_ms_per_request_c{connections}"] = each.median("cpu_ms")
+        results[f"{prefix}latency_ms_p99_c{connections}"] = each.median("p99_ms")
+    ratios = [ratio(ours.median(figure), plain.median(figure)) for figure in ("rate", "cpu_ms")]
+    results[f"plain_requests_ratio_c{connections}"], results[f"plain_cpu_ratio_c{connections}"] = ratios
     return [
-        (*ours.row(str(connections), ceiling), times(requests_ratio), times(cpu_ratio)),
-        (*plain.row(f"{connections}, plain relay", ceiling), "", ""),
+        (*_row(ours, str(connections), ceiling), *(times(each) for each in ratios)),
+        (*_row(plain, f"{connections}, plain relay", ceiling), "", ""),
     ]
+
+
+def _measure(bench: Bench, rounds: Rounds, connections: int) -> None:
+    """One more round. Raises LoadError."""
+    before = cpu_seconds(rounds.pid)
+    run = load(bench, rounds.target, connections)
+    rounds.add(
+        rate=run.requests_per_s,
+        cpu_ms=(cpu_seconds(rounds.pid) - before) / run.requests * 1000,
+        p50_ms=run.p50_us / 1000,
+        p99_ms=run.p99_us / 1000,
+    )
+
+
+def _row(rounds: Rounds, name: str, ceiling: float) -> tuple[str, ...]:
+    costs = (ms(rounds.median(figure)) for figure in ("cpu_ms", "p50_ms", "p99_ms"))
+    return (name, whole(rounds.median("rate")), rounds.spread("rate"), whole(ceiling), *costs)
 
 
 def load(bench: Bench, target: Target, connections: int) -> wrk.WrkRun:
