@@ -7,12 +7,10 @@ a replica, nor hold up a request that nothing stands before.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from redis.asyncio import Redis
 
@@ -36,8 +34,6 @@ PLAN_FRESH_S = 60.0
 """An older plan's weights count no more."""
 MOST_OBJECTIVES = 4096
 """Combinations of tenant, pool and class whose objective is kept at hand."""
-
-logger = logging.getLogger("tidegate.gateway")
 
 
 class Dispatch:
@@ -97,7 +93,7 @@ class Dispatch:
             self._follow(found)
             if self._closed is not None:
                 found.refuse_waiting(self._closed)
-            found.open(_kept)
+            found.open()
         return found
 
     def turn_away(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> None:
@@ -204,11 +200,3 @@ class Dispatch:
 
 def _asker(grant: KeyGrant, request: InferenceBody) -> Asker:
     return Asker(grant.identity, len(request.forward))
-
-
-async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Background work that must not die unheard."""
-    try:
-        await work
-    except Exception:
-        logger.exception("The gateway's %s stopped", name)

@@ -10,8 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 from redis.asyncio import Redis
@@ -28,6 +27,7 @@ from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepC
 from controlplane.admission.queue import Grant, Rules
 from controlplane.admission.retry import Asker
 from controlplane.errors import CapacityError
+from controlplane.gateway.background import kept
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
 from controlplane.gateway.errors import capacity
@@ -148,13 +148,13 @@ class Line:
         self._work: list[asyncio.Task[None]] = []
         self._closed: Callable[[], CapacityError] | None = None
 
-    def open(self, kept: Callable[[str, Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]) -> None:
+    def open(self) -> None:
         """Start taking turns, in this loop."""
         self._work = [
             asyncio.create_task(kept(name, run), name=f"gateway {name}")
             for name, run in (
-                (f"turns of {self.model}", self.queue.run()),
-                (f"pokes of {self.model}", self.queue.listen()),
+                (f"turns of {self.model}", self.queue.run),
+                (f"pokes of {self.model}", self.queue.listen),
             )
         ]
 
