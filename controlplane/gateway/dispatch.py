@@ -23,8 +23,9 @@ from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
 from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.line import Line
 from controlplane.gateway.loads import LoadBoard
-from controlplane.gateway.turns import Line, Newly, Turn
+from controlplane.gateway.turns import Newly, Turn
 from controlplane.gateway.wishes import Wish
 from controlplane.settings import Settings
 from controlplane.slo.schemas import Slo, slo_for
