@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from controlplane.admission.bands import FLOORS, LONG_SHARE, Band, Lane, line_of
-from controlplane.admission.queue import MAX_GRANTS, Arrival, Grant, Rules, Service, Turn, TurnAnswer
+from controlplane.admission.queue import MAX_GRANTS
+from controlplane.admission.turn_messages import Arrival, Grant, Rules, Service, Turn, TurnAnswer
 from dataplane.protocol import CoreReady, Gauges
 from dataplane.scheduling.vtc import TokenCharges
 

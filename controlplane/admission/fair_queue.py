@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,9 @@ from redis.exceptions import RedisError
 from controlplane.admission.bands import LINES, Lane
 from controlplane.admission.dispatch import Dispatcher, Waiting, part_of
 from controlplane.admission.patience import Patience, slices_of
-from controlplane.admission.queue import DEAD_S, Grant, Rules, SharedQueue, Turn, TurnAnswer
+from controlplane.admission.queue import DEAD_S, SharedQueue
+from controlplane.admission.room import Room
+from controlplane.admission.turn_messages import Grant, Rules, Turn, TurnAnswer
 from dataplane.scheduling.vtc import TokenCharges
 
 FLUSH_S = 0.05
@@ -73,47 +74,6 @@ class TurnScript:
         return _ANSWER.decode(answer)
 
 
-class _Room:
-    """What a gateway may dispatch before it asks again: half of its part of what was free, all of it if it is alone, so
-    that gateways that do not know of one another's dispatches seldom exceed what the pool holds.
-    """
-
-    __slots__ = ("_since_slots", "_since_tokens", "_slots", "_tokens", "at")
-
-    def __init__(self) -> None:
-        self.at = -math.inf
-        self._slots = self._tokens = 0
-        self._since_slots = self._since_tokens = 0
-
-    def take(self, tokens: int) -> bool:
-        """Room for one more request that holds so many KV tokens."""
-        if self._slots < 1 or self._tokens < tokens:
-            return False
-        self._slots -= 1
-        self._tokens -= tokens
-        self._since_slots += 1
-        self._since_tokens += tokens
-        return True
-
-    def give_back(self, tokens: int) -> None:
-        """A request that took room is over before it was told."""
-        self._slots += 1
-        self._tokens += tokens
-        self._since_slots = max(0, self._since_slots - 1)
-        self._since_tokens = max(0, self._since_tokens - tokens)
-
-    def asked(self) -> None:
-        """A message goes out: it tells all that took room so far."""
-        self._since_slots = self._since_tokens = 0
-
-    def answered(self, rules: Rules, answer: TurnAnswer, gateways: int, now: float) -> None:
-        """The queue has told what is free."""
-        part = 1 if gateways == 1 else 2 * gateways
-        self._slots = (rules.slots - answer.slots - self._since_slots) // part
-        self._tokens = (rules.tokens - answer.tokens - self._since_tokens) // part
-        self.at = now
-
-
 class FairQueue:
     """The queue for the replicas of one model, whichever pools they are of, as this gateway uses it. `run` and `listen`
     are to be kept running; both end only by cancellation. `rules` is asked for what the replicas hold now, and `wake`
@@ -145,7 +105,7 @@ class FairQueue:
         self._gateways = 1
         self._progress: dict[str, Callable[[], int]] = {}
         self._told: dict[str, int] = {}
-        self._room = _Room()
+        self._room = Room()
         self._tag = 0.0
         self.last: TurnAnswer | None = None
         """The latest answer: how full the pool is."""
@@ -298,7 +258,7 @@ class FairQueue:
             self._wanted.set()
             return
         if answer.lost:
-            self._room = _Room()
+            self._room = Room()
         else:
             self.last = answer
             self._gateways = max(1, answer.gateways) if self._local is None else self._gateways
@@ -326,7 +286,7 @@ class FairQueue:
             self.failures += 1
             logger.warning("The shared queue does not answer (%s); dispatching on its own", type(error).__name__)
             self._local = SharedQueue()
-            self._room = _Room()
+            self._room = Room()
             self._leave_alone()
             self._dispatcher.move()
             return None
@@ -343,7 +303,7 @@ class FairQueue:
             return False
         logger.info("The shared queue answers again")
         self._local = None
-        self._room = _Room()
+        self._room = Room()
         self._dispatcher.move()
         return True
 

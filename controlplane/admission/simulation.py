@@ -19,7 +19,8 @@ from typing import Protocol
 from controlplane.admission.bands import Band, Lane, lane_of, lane_replicas
 from controlplane.admission.dispatch import Credit, Dispatcher, Waiting, rules_of
 from controlplane.admission.prediction import StepCost
-from controlplane.admission.queue import Grant, SharedQueue, Turn, TurnAnswer
+from controlplane.admission.queue import SharedQueue
+from controlplane.admission.turn_messages import Grant, Turn, TurnAnswer
 from dataplane.hardware.geometry import StepSize
 from dataplane.scheduling.vtc import TokenCharges
 

@@ -24,6 +24,9 @@ CORRECTED_EVERY_S = 15.0
 """From when a counter is seen in doubt until the ledger is summed for it, and between two tries: longer than usage is
 on its way."""
 MOST_DOUBTED = 1_000
+HYDRATED_AT_ONCE, CORRECTED_AT_ONCE = 4, 2
+"""Sums of the ledger at once, for requests and behind their backs: its database's other connections are for keys,
+limits and the fleet."""
 LONGEST_S = 10.0
 """Longest that a request waits for counters to be hydrated, and that a sum behind the requests' backs may take; the
 caller's own bound on a sum is shorter, and does not hold where a sum cannot even be given up.
@@ -53,6 +56,8 @@ class Warmer:
         self._leases = leases
         self._monotonic = monotonic
         self._later = later
+        self._hydrations = asyncio.Semaphore(HYDRATED_AT_ONCE)
+        self._corrections = asyncio.Semaphore(CORRECTED_AT_ONCE)
         self._under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._correct_at: OrderedDict[tuple[str, int], float] = OrderedDict()
 
@@ -92,7 +97,8 @@ class Warmer:
         await asyncio.shield(task)  # who leaves must not take it from the others
 
     async def _sum_and_hydrate(self, tenant_id: str, counter: ColdCounter, sum_ledger: Sum) -> None:
-        base, complete_until = await sum_ledger(counter)
+        async with self._hydrations:
+            base, complete_until = await sum_ledger(counter)
         await self._leases.hydrate(tenant_id, counter, base, complete_until=complete_until)
 
     def doubt(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
@@ -118,7 +124,7 @@ class Warmer:
     async def _sum_and_correct(self, tenant_id: str, counter: DoubtedCounter, sum_ledger: Sum) -> None:
         span = ColdCounter(charge=counter.charge, start=counter.start, stop=counter.since)
         try:
-            async with asyncio.timeout(LONGEST_S):
+            async with self._corrections, asyncio.timeout(LONGEST_S):
                 used, complete_until = await sum_ledger(span)
             if complete_until >= counter.since:
                 await self._leases.correct(tenant_id, counter, used)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from litestar import Litestar, asgi
 from litestar.handlers import ASGIRouteHandler
@@ -26,6 +24,7 @@ from controlplane.fleet.schemas import FleetView
 from controlplane.fleet.service import load_fleet
 from controlplane.gateway.auth import CAPACITY as MOST_KEYS
 from controlplane.gateway.auth import KeyDirectory
+from controlplane.gateway.background import kept
 from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.dispatch_metrics import DispatchMetrics
 from controlplane.gateway.endpoint import Endpoint
@@ -63,8 +62,6 @@ from controlplane.tenants.service import load_key, load_keys
 
 FIRST_READ_S = 2.0
 """Longest a start waits for Postgres before it serves from the snapshot alone."""
-
-logger = logging.getLogger("tidegate.gateway")
 
 
 def component(resources: Resources) -> Component:
@@ -196,26 +193,26 @@ class _Parts:
         self._snapshot.restore()
         self.gateway.open()
         work = [
-            asyncio.create_task(_kept(name, run), name=f"gateway {name}")
+            asyncio.create_task(kept(name, run), name=f"gateway {name}")
             for name, run in (
-                ("policy feed", self._feed.run()),
-                ("key prefetch", self._prefetch_keys.run()),
-                ("quota prefetch", self._prefetch_quotas.run()),
-                ("leases", self._leases.run()),
-                ("objectives", self._slos.run()),
-                ("share plans", self._plans.run()),
-                ("load feed", self._loads.run()),
-                ("snapshot", self._snapshot.run()),
-                ("request log", self._request_log.run()),
-                ("prompt log", self.gateway.prompt_log.run()),
-                ("usage shipper", self._usage.run()),
-                ("reporter", self._reporter.run()),
+                ("policy feed", self._feed.run),
+                ("key prefetch", self._prefetch_keys.run),
+                ("quota prefetch", self._prefetch_quotas.run),
+                ("leases", self._leases.run),
+                ("objectives", self._slos.run),
+                ("share plans", self._plans.run),
+                ("load feed", self._loads.run),
+                ("snapshot", self._snapshot.run),
+                ("request log", self._request_log.run),
+                ("prompt log", self.gateway.prompt_log.run),
+                ("usage shipper", self._usage.run),
+                ("reporter", self._reporter.run),
             )
         ]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READ_S):
                 await self._fleet.refresh()
-        work.append(asyncio.create_task(_kept("fleet", self._fleet.run()), name="gateway fleet"))
+        work.append(asyncio.create_task(kept("fleet", self._fleet.run), name="gateway fleet"))
         try:
             with drain_on_signal(self.gateway):
                 yield
@@ -267,11 +264,3 @@ class _Parts:
     async def _load_keys(self, after: str) -> list[KeyGrant]:
         async with AsyncSession(self._resources.engine) as session:
             return await load_keys(session, after_id=after)
-
-
-async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Background work that must not die unheard."""
-    try:
-        await work
-    except Exception:
-        logger.exception("The gateway's %s stopped", name)

@@ -7,12 +7,10 @@ a replica, nor hold up a request that nothing stands before.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from redis.asyncio import Redis
 
@@ -25,8 +23,9 @@ from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
 from controlplane.gateway.fleet import FleetDirectory
+from controlplane.gateway.line import Line
 from controlplane.gateway.loads import LoadBoard
-from controlplane.gateway.turns import Line, Newly, Turn
+from controlplane.gateway.turns import Newly, Turn
 from controlplane.gateway.wishes import Wish
 from controlplane.settings import Settings
 from controlplane.slo.schemas import Slo, slo_for
@@ -36,8 +35,6 @@ PLAN_FRESH_S = 60.0
 """An older plan's weights count no more."""
 MOST_OBJECTIVES = 4096
 """Combinations of tenant, pool and class whose objective is kept at hand."""
-
-logger = logging.getLogger("tidegate.gateway")
 
 
 class Dispatch:
@@ -97,7 +94,7 @@ class Dispatch:
             self._follow(found)
             if self._closed is not None:
                 found.refuse_waiting(self._closed)
-            found.open(_kept)
+            found.open()
         return found
 
     def turn_away(self, grant: KeyGrant, wish: Wish, request: InferenceBody) -> None:
@@ -204,11 +201,3 @@ class Dispatch:
 
 def _asker(grant: KeyGrant, request: InferenceBody) -> Asker:
     return Asker(grant.identity, len(request.forward))
-
-
-async def _kept(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """Background work that must not die unheard."""
-    try:
-        await work
-    except Exception:
-        logger.exception("The gateway's %s stopped", name)

@@ -26,6 +26,7 @@ from controlplane.gateway.gateway import Gateway
 from controlplane.gateway.metering import Counted, Held
 from controlplane.gateway.record import Outcome, RequestRecord
 from controlplane.gateway.relay import Relay
+from controlplane.gateway.replica_headers import replica_headers
 from controlplane.gateway.turns import Turn
 from controlplane.gateway.upstream import Cause, UpstreamFailure
 from controlplane.gateway.usage import usage_record
@@ -33,17 +34,7 @@ from controlplane.gateway.wishes import Wish, read_wish
 from controlplane.routing.candidates import Candidate, RoutingSnapshot
 from controlplane.routing.router import decide
 from controlplane.tenants.schemas import KeyGrant, Scope
-from dataplane.protocol import (
-    HEADER_ATTEMPT,
-    HEADER_FAIR_TAG,
-    HEADER_KEY,
-    HEADER_PRIORITY,
-    HEADER_PROJECT,
-    HEADER_REQUEST,
-    HEADER_SALT,
-    HEADER_TENANT,
-    HEADER_USAGE,
-)
+from dataplane.protocol import HEADER_REQUEST
 
 ATTEMPTS = 2
 STATUS_CLIENT_GONE = 499
@@ -319,21 +310,9 @@ class Exchange:
         return decide(snapshot, time.time(), gateway.rng).choice
 
     def _headers(self, request: InferenceBody) -> dict[str, str]:
-        """What the replica is told of the request, from the key's grant alone (F23)."""
-        grant, record = self._grant, self.record
-        headers = {
-            HEADER_REQUEST: record.request_id,
-            HEADER_ATTEMPT: record.attempt_id,
-            HEADER_TENANT: grant.tenant,
-            HEADER_PROJECT: grant.project,
-            HEADER_KEY: grant.key_id,
-            HEADER_SALT: grant.cache_salt,
-            HEADER_PRIORITY: str(self._wish.priority if self._wish is not None else grant.priority),
-            HEADER_FAIR_TAG: repr(self._turn.tag if self._turn is not None else 0.0),
-        }
-        if request.hide_usage:
-            headers[HEADER_USAGE] = "hidden"
-        return headers
+        assert self._wish is not None, "wishes are read with the head"
+        assert self._turn is not None, "nothing is sent before its turn"
+        return replica_headers(self._grant, self.record, request, priority=self._wish.priority, tag=self._turn.tag)
 
     def _answer_for(self, failure: UpstreamFailure | None) -> TidegateError:
         """What the client is told when no replica answered; the record says why."""

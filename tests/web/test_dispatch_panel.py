@@ -10,7 +10,7 @@ import pytest_asyncio
 from controlplane.admission.bands import Band, Lane, line_of
 from controlplane.admission.fair_queue import TurnScript
 from controlplane.admission.planner import plan_pools
-from controlplane.admission.queue import Arrival, Rules, Turn
+from controlplane.admission.turn_messages import Arrival, Rules, Turn
 from controlplane.db import transaction
 from controlplane.fleet import service as fleet
 from controlplane.settings import Settings

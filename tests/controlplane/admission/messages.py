@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from controlplane.admission.bands import LINES
-from controlplane.admission.queue import Arrival, Rules, Service, Turn, TurnAnswer
+from controlplane.admission.turn_messages import Arrival, Rules, Service, Turn, TurnAnswer
 
 RULES = Rules(slots=12, tokens=4_000, long_slots=2, long_tokens=1_600, long_reserve=800)
 TENANTS = ("a", "b", "ä", "d:1", "e")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.dispatch import Credit, Dispatcher, Waiting, credit_of, part_of, rules_of
-from controlplane.admission.queue import DEAD_S, Rules, SharedQueue, TurnAnswer
+from controlplane.admission.queue import DEAD_S, SharedQueue
+from controlplane.admission.turn_messages import Rules, TurnAnswer
 from dataplane.protocol import CoreReady, Gauges
 from dataplane.scheduling.vtc import TokenCharges
 

@@ -19,9 +19,9 @@ from controlplane.admission.bands import Band, Lane, line_of
 from controlplane.admission.fair_queue import TurnScript
 from controlplane.admission.line_state import read_line
 from controlplane.admission.planner import WINDOW_S, plan_pools
-from controlplane.admission.queue import Arrival, Rules, Turn
 from controlplane.admission.service import load_plans
 from controlplane.admission.tasks import PLAN_SHARES
+from controlplane.admission.turn_messages import Arrival, Rules, Turn
 from controlplane.db import transaction
 from controlplane.fleet import service as fleet
 from controlplane.settings import Settings

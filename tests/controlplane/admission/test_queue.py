@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 
 from controlplane.admission import queue as queue_module
 from controlplane.admission.bands import FLOORS, Band, Lane, line_of
-from controlplane.admission.queue import (
-    DEAD_S,
-    IDLE_S,
-    MAX_GRANTS,
-    Arrival,
-    Rules,
-    Service,
-    SharedQueue,
-    Turn,
-    TurnAnswer,
-)
+from controlplane.admission.queue import DEAD_S, IDLE_S, MAX_GRANTS, SharedQueue
+from controlplane.admission.turn_messages import Arrival, Rules, Service, Turn, TurnAnswer
 
 NOW = 1_000.0
 STANDARD = line_of(Lane.SHORT, Band.STANDARD)

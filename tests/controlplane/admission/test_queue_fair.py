@@ -16,7 +16,8 @@ from controlplane.admission import fair_queue
 from controlplane.admission.bands import Band, Lane
 from controlplane.admission.dispatch import Waiting
 from controlplane.admission.fair_queue import FairQueue, QueueFullError, TurnScript, keys_of
-from controlplane.admission.queue import DEAD_S, REAPED, Arrival, Rules, Turn, TurnAnswer
+from controlplane.admission.queue import DEAD_S, REAPED
+from controlplane.admission.turn_messages import Arrival, Rules, Turn, TurnAnswer
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.redis_client import create_redis
 from controlplane.settings import Secret

@@ -17,7 +17,8 @@ from redis.asyncio import Redis
 
 from controlplane.admission.dispatch import Dispatcher
 from controlplane.admission.fair_queue import TurnScript, keys_of
-from controlplane.admission.queue import DEAD_S, IDLE_S, SharedQueue, Turn, TurnAnswer
+from controlplane.admission.queue import DEAD_S, IDLE_S, SharedQueue
+from controlplane.admission.turn_messages import Turn, TurnAnswer
 from dataplane.scheduling.vtc import TokenCharges
 from tests.controlplane.admission.messages import RULES, Chatter
 from tests.controlplane.admission.test_dispatch import waiting

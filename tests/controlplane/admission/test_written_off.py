@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from controlplane.admission.answers import HELD_ON, ColdCounter, DoubtedCounter, Granted, Lease, Refused, Settled
 from controlplane.admission.charges import Charge, Use
 from controlplane.admission.leases import Leases
-from controlplane.admission.warm import CORRECTED_EVERY_S, Warmer
+from controlplane.admission.warm import CORRECTED_AT_ONCE, CORRECTED_EVERY_S, Warmer
 from controlplane.admission.wire import keys
 from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, MONTHLY, TENANT, World, limit
 
@@ -99,6 +99,33 @@ async def test_f14_one_counter_is_summed_once_and_no_request_waits_for_it(world:
     assert isinstance(await ask("e"), Granted)
     assert len(spans) == 2
     assert await month(world) == 150 + 500
+
+
+async def test_f15_few_corrections_at_once_however_many_counters_a_dead_gateway_left(world: World) -> None:
+    limits = [LIMITS[1], *(limit(MONTHLY, 1000, scope_id=f"project-{number}") for number in range(12))]
+    await world.hydrate(limits[1:])
+    await world.granted(limits, used(1))
+    await world.advance(LONG)
+    counters = (await world.granted(limits, used(1))).doubted
+    assert len(counters) == 12
+    at, summing, most = 0.0, 0, 0
+
+    async def ledger(_: ColdCounter) -> tuple[int, float]:
+        nonlocal summing, most
+        summing += 1
+        most = max(most, summing)
+        await asyncio.sleep(0.01)
+        summing -= 1
+        return 0, world.now
+
+    warmer = Warmer(world.leases, monotonic=lambda: at, later=lambda *_: None)
+    for _ in range(2):
+        for counter in counters:
+            warmer.doubt(TENANT, counter, ledger)
+        at += CORRECTED_EVERY_S
+    await asyncio.gather(*warmer._under_way.values())
+    assert most == CORRECTED_AT_ONCE
+    assert await world.used(*limits[1:]) == [1] * 12
 
 
 async def test_f14_a_sum_that_does_not_end_is_given_up_and_tried_again(

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from controlplane.admission.shares import SharePlan, TenantShare
 from controlplane.fleet.schemas import FleetView
-from controlplane.gateway import turns
+from controlplane.gateway import line as lines
 from controlplane.settings import Secret, Settings
 from controlplane.slo.schemas import Slo
 from dataplane.protocol import ReplicaState
@@ -313,7 +313,7 @@ async def test_one_slow_spell_does_not_refuse_every_deadline_for_good(
     small: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is refused shows no speed: what was seen long ago must not refuse everybody after."""
-    monkeypatch.setattr(turns, "TRUST_S", 1.0)
+    monkeypatch.setattr(lines, "TRUST_S", 1.0)
     async with doors(small) as (served, room, _):
         tasks = await in_line(served, room, [("in line", {})])
         line = served.gateway.dispatch.line("m")
