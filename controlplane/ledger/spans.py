@@ -54,7 +54,7 @@ def split(segment: Segment) -> Parts:
 
 
 def month_of(text: str, time_zone: ZoneInfo) -> Segment:
-    """The calendar month "yyyy-mm" in `time_zone`, as limits have it. Raises InvalidRequestError when it is no month."""
+    """The calendar month "yyyy-mm" in `time_zone`, as limits have it. Raises InvalidRequestError for what is none."""
     found = _MONTH.fullmatch(text)
     if found is None or not 1 <= int(found[2]) <= 12 or not 2000 <= int(found[1]) <= 9998:
         raise InvalidRequestError("a month has the form 2026-11", param="month")
