@@ -26,7 +26,6 @@ from controlplane.component import Component, Lifespan, Resources
 from controlplane.db import acting_as, create_engine, transaction
 from controlplane.errors import TidegateError
 from controlplane.health import HealthProbe, healthz
-from controlplane.logs import configure_logging
 from controlplane.redis_client import create_redis
 from controlplane.settings import Settings
 
@@ -109,22 +108,6 @@ def create_app(role: Role, settings: Settings | None = None, *, domains: Sequenc
         components.append(importlib.import_module("controlplane.telemetry.prometheus").component(resources, role))
     common = _common(role, resources, components)
     return _control(settings, common) if role is Role.CONTROL else _gateway(common, components)
-
-
-def gateway() -> Application:
-    """Factory of a gateway process, configured from the environment."""
-    return _started(Role.GATEWAY)
-
-
-def control() -> Application:
-    """Factory of a control-plane process, configured from the environment."""
-    return _started(Role.CONTROL)
-
-
-def _started(role: Role) -> Application:
-    settings = Settings.from_env()
-    configure_logging(settings)
-    return create_app(role, settings)
 
 
 def _gateway(common: dict[str, Any], components: Sequence[Component]) -> Application:

@@ -94,8 +94,7 @@ def logging_config(settings: Settings) -> dict[str, Any]:
         "root": {"handlers": ["stderr"], "level": "WARNING"},
         "loggers": {
             "tidegate": {"level": settings.log_level.upper()},
-            "_granian": {"level": "INFO"},
-            "granian.access": {"level": "WARNING"},
+            "uvicorn.access": {"level": "CRITICAL", "propagate": False},
         },
     }
 

@@ -1,35 +1,30 @@
 """`tidegate serve|worker|db`: one control-plane process each.
 
-Layer: service. Starts servers and prints one sentence when it cannot; it decides nothing about requests. Granian
-runs the application in one worker process, which the kernel ends with its parent, so that a `kill -9` of
-`tidegate serve` leaves nothing behind.
+Layer: service. Starts servers and prints one sentence when it cannot; it decides nothing about requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import ipaddress
-import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import click
 
-from controlplane.parent import die_with
 from controlplane.settings import LOG_LEVELS, Secret, Settings, SettingsError, require_database_url
-
-if TYPE_CHECKING:
-    from litestar import Litestar
 
 Answer = TypeVar("Answer")
 
 DEFAULT_PORTS = {"gateway": 7301, "control": 7300}
-KILL_TIMEOUT_S = 5
-"""Granian waits for open streams; after this it does not."""
+LEAST_CONNECTIONS = 4096
+"""Served at once, however few requests may be in flight."""
 
 YOUNG_OBJECTS = 10_000
 """New objects between two searches for garbage: requests in flight hold thousands, and nearly none is in a cycle."""
@@ -46,49 +41,32 @@ EXIT_UNREACHABLE = 6
 @click.option("--port", type=click.IntRange(1, 65535), default=None, help="Default: control 7300, gateway 7301.")
 def serve(role: str, host: str, port: int | None) -> None:
     """Serve ROLE, configured by the environment, until SIGTERM or Ctrl-C."""
-    from granian import Granian
-    from granian.constants import HTTPModes, Interfaces, Loops
-    from granian.errors import FatalError
+    import uvloop
 
-    from controlplane.logs import configure_logging, logging_config
+    from controlplane.http.server import StartError
+    from controlplane.logs import configure_logging
 
     settings = _settings()
     configure_logging(settings)
     port = DEFAULT_PORTS[role] if port is None else port
-    _require_free(host, port)
-    server = Granian(
-        role,
-        address=host,
-        port=port,
-        interface=Interfaces.ASGI,
-        workers=1,
-        loop=Loops.uvloop,
-        http=HTTPModes.http1,
-        websockets=False,
-        backlog=2048,
-        backpressure=max(4096, 2 * settings.max_in_flight),
-        workers_kill_timeout=KILL_TIMEOUT_S,
-        log_dictconfig=logging_config(settings),
-        log_access=False,
-    )
+    listening = _listening(host, port)
     try:
-        server.serve(target_loader=load_application, wrap_loader=True)
-    except (FatalError, OSError, RuntimeError) as error:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(role, settings, listening))
+    except (StartError, OSError) as error:
         _fail(f"cannot serve {role} on {host}:{port}: {error}", EXIT_FAILED)
 
 
-def load_application(role: str) -> Litestar:
-    """Runs in granian's worker: tie its life to the parent's, then build the application."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with(parent.pid)
-    from controlplane import app
+async def _serve(role: str, settings: Settings, listening: socket.socket) -> None:
+    from controlplane.app import Role, create_app
+    from controlplane.http.server import HttpServer
 
-    application = app.gateway() if role == "gateway" else app.control()
+    application = create_app(Role(role), settings)
     gc.collect()
     gc.freeze()  # what lives as long as the process is not searched for garbage again, which stops every request
     gc.set_threshold(YOUNG_OBJECTS, 20, 20)
-    return application
+    server = HttpServer(application, listening, most_connections=max(LEAST_CONNECTIONS, 2 * settings.max_in_flight))
+    await server.serve((signal.SIGTERM, signal.SIGINT))
 
 
 @click.command()
@@ -166,21 +144,23 @@ def _reach(action: Callable[[], Answer]) -> Answer:
         _fail(f"cannot use the database of DATABASE_URL: {reason}", EXIT_UNREACHABLE)
 
 
-def _require_free(host: str, port: int) -> None:
-    """Granian listens with SO_REUSEPORT, so two servers would share a port in silence: ask without it first."""
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket bound there, so that what is in the way is said before anything starts."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
         _fail(f"--host {host!r} is not an IP address such as 127.0.0.1 or 0.0.0.0", EXIT_USAGE)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
     except OSError as error:
+        listening.close()
         if error.errno == errno.EADDRNOTAVAIL:
             _fail(f"--host {host} is not an address of this machine", EXIT_USAGE)
         _fail(f"cannot listen on {host}:{port}: {error.strerror}; pass another --port", EXIT_PORT_IN_USE)
+    return listening
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

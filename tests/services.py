@@ -32,6 +32,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def loopback_socket() -> socket.socket:
+    """A socket bound to a free loopback port, for a server to listen on."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", 0))
+    return listening
+
+
 class Databases:
     """Makes databases on one server and drops what it made. `admin_url` may create databases."""
 

@@ -29,7 +29,18 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 LEAST_MEMORY_BYTES = 2 * 1024**3
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PACKAGES = ("tidegate", "litestar", "granian", "sqlalchemy", "redis", "celery", "pyzmq", "tokenizers", "gguf")
+PACKAGES = (
+    "tidegate",
+    "litestar",
+    "uvicorn",
+    "granian",
+    "sqlalchemy",
+    "redis",
+    "celery",
+    "pyzmq",
+    "tokenizers",
+    "gguf",
+)
 
 ENGINE_PROBE = """
 import json

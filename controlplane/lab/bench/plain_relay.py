@@ -1,6 +1,6 @@
 """A relay without any logic, the control of the gateway's bench: `python -m controlplane.lab.bench.plain_relay`.
 
-Layer: service. The parts that the gateway is made of (granian, uvloop, one worker, ASGI, aiohttp) and nothing else: it
+Layer: service. The usual parts of a relay (granian, uvloop, one worker, ASGI, aiohttp) and nothing else: it
 reads a body, posts it to the fake engine and passes the answer on, a stream as its chunks come. It knows no keys,
 limits, routes or usage and must never stand before anything but a bench's engine: it listens on loopback only.
 """

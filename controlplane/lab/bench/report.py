@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table as RichTable
 
-PACKAGES = ("tidegate", "litestar", "granian", "aiohttp", "msgspec", "redis", "uvloop")
+PACKAGES = ("tidegate", "litestar", "uvicorn", "httptools", "granian", "aiohttp", "msgspec", "redis", "uvloop")
 FILE_WIDTH = 160
 """Columns where the output is no terminal."""
 CPUINFO = Path("/proc/cpuinfo")

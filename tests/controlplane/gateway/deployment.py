@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
-from granian.server.embed import Server
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -18,11 +17,12 @@ from controlplane.app import Role, create_app
 from controlplane.db import create_engine, transaction
 from controlplane.fleet.service import ensure_pool, take_in
 from controlplane.gateway.gateway import Gateway
+from controlplane.http.server import HttpServer
 from controlplane.settings import Settings
 from controlplane.tenants.service import create_key, create_tenant
 from dataplane.protocol import ReplicaState, Report
 from tests.controlplane.gateway.harness import CHAT
-from tests.services import free_port
+from tests.services import loopback_socket
 
 
 @dataclass
@@ -53,8 +53,9 @@ class Deployed:
 async def deployed_gateway(settings: Settings) -> AsyncIterator[Deployed]:
     """The application of `create_app`, with its lifespan and background work, on a free port."""
     app = create_app(Role.GATEWAY, settings)
-    port = free_port()
-    server = Server(app, address="127.0.0.1", port=port, interface="asgi", log_enabled=False, websockets=False)
+    listening = loopback_socket()
+    port = listening.getsockname()[1]
+    server = HttpServer(app, listening)
     serving = asyncio.create_task(server.serve())
     client = aiohttp.ClientSession()
     url = f"http://127.0.0.1:{port}"

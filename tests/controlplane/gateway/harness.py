@@ -14,7 +14,6 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-from granian.server.embed import Server
 from litestar import Litestar
 from prometheus_client import CollectorRegistry
 
@@ -34,6 +33,7 @@ from controlplane.gateway.quotas import QuotaDirectory
 from controlplane.gateway.request_log import RequestLog
 from controlplane.gateway.telemetry import Recorder
 from controlplane.gateway.usage import UsageLog
+from controlplane.http.server import HttpServer
 from controlplane.ledger.spool import BEGINNING
 from controlplane.quotas.schemas import Limit, Price, TenantQuotas
 from controlplane.redis_client import create_redis
@@ -43,7 +43,7 @@ from controlplane.tenants.keys import mint
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import GatewayCounters, ReplicaState, UsageRecord
 from tests.controlplane.gateway.replicas import DONE, FakeReplica
-from tests.services import free_port
+from tests.services import loopback_socket
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = {**CHAT, "stream": True}
@@ -244,8 +244,9 @@ async def running_gateway(
     for model in models:
         gateway.dispatch.line(model)
     app = Litestar(route_handlers=[mount(gateway)], openapi_config=None)
-    port = free_port()
-    server = Server(app, address="127.0.0.1", port=port, interface="asgi", log_enabled=False, websockets=False)
+    listening = loopback_socket()
+    port = listening.getsockname()[1]
+    server = HttpServer(app, listening)
     serving = asyncio.create_task(server.serve())
     client = aiohttp.ClientSession()
     url = f"http://127.0.0.1:{port}"

@@ -276,7 +276,8 @@ async def test_the_lifespan_leaves_no_task_behind(settings: Settings, accounts: 
         await accounts.replica("r0", "pool-m", replica.url)
         async with deployed_gateway(settings) as gateway:
             assert [t for t in asyncio.all_tasks() if t.get_name().startswith("gateway ")]
-            await gateway.client.get(gateway.url + "/v1/models")
+            async with gateway.client.get(gateway.url + "/v1/models") as answer:
+                assert answer.status == 401
     left = [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("gateway ")]
     assert left == []
 

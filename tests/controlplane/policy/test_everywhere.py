@@ -13,11 +13,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from granian.server.embed import Server
 from msgspec import structs
 
 from controlplane.app import Role, create_app
 from controlplane.db import transaction
+from controlplane.http.server import HttpServer
 from controlplane.policy import skew
 from controlplane.quotas import service as quotas
 from controlplane.quotas.schemas import QuotaKind
@@ -31,7 +31,7 @@ from tests.controlplane.gateway.test_enforcement import DEADLINE_MS, REFUSED, SE
 from tests.dataplane.replica.harness import make_config, scripted, smollm2_tokenizer
 from tests.factories.cut import Cut, cuttable
 from tests.factories.rows import make_admin_token
-from tests.services import free_port
+from tests.services import loopback_socket
 
 RPM = QuotaKind.REQUESTS_PER_MINUTE
 
@@ -39,9 +39,10 @@ RPM = QuotaKind.REQUESTS_PER_MINUTE
 @asynccontextmanager
 async def control_plane(settings: Settings) -> AsyncIterator[str]:
     """The control plane on a port, in this loop; its URL."""
-    port = free_port()
     app = create_app(Role.CONTROL, settings)
-    server = Server(app, address="127.0.0.1", port=port, interface="asgi", log_enabled=False, websockets=False)
+    listening = loopback_socket()
+    port = listening.getsockname()[1]
+    server = HttpServer(app, listening)
     serving = asyncio.create_task(server.serve())
     url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as client:

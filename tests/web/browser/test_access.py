@@ -292,8 +292,8 @@ def test_no_tile_of_the_overview_is_left_alone_and_no_time_is_cut(
         boxes, inner = page.evaluate(
             """tiles => {
               const all = [...document.querySelectorAll(tiles)], list = all[0].parentElement;
-              const padding = parseFloat(getComputedStyle(list).paddingRight);
-              return [all.map(each => each.getBoundingClientRect().toJSON()), list.getBoundingClientRect().right - padding];
+              const inner = list.getBoundingClientRect().right - parseFloat(getComputedStyle(list).paddingRight);
+              return [all.map(each => each.getBoundingClientRect().toJSON()), inner];
             }""",
             tiles,
         )

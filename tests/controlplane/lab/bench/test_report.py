@@ -33,4 +33,4 @@ def test_the_file_has_the_keys_and_the_case_id_of_the_dataplanes_benches(tmp_pat
     assert set(document["machine"]) == set(theirs["machine"])
     assert document["case_id"] == theirs["case_id"] == case_id("sample", {"parts": ["a"], "quick": True})
     assert document["results"] == {"one_ms": 1.5}
-    assert {"granian", "aiohttp", "wrk", "python"} <= set(document["versions"])
+    assert {"uvicorn", "granian", "aiohttp", "wrk", "python"} <= set(document["versions"])
