@@ -94,11 +94,13 @@ async def restore_slo(session: AsyncSession, before: dict[str, Any] | None, afte
         await change_slo(session, UUID(before["id"]), SloPatch(**values))
         return
     check_objectives(**{name: values[name] for name in OBJECTIVES})
-    owner = await resolve_owner(session, before["tenant"]) if before["tenant"] is not None else None
+    tenant_id = UUID(before["tenant_id"]) if before["tenant_id"] is not None else None
+    if tenant_id is not None:
+        await _require_tenant(session, tenant_id)
     added = await repository.add(
         session,
         id=UUID(before["id"]),
-        tenant_id=owner.tenant_id if owner else None,
+        tenant_id=tenant_id,
         tenant=before["tenant"],
         pool=before["pool"],
         service_class=before["class"],
@@ -134,6 +136,14 @@ def slo_view(row: SloRow) -> SloView:
         created_at=row.created_at,
         updated_at=row.updated_at,
     )
+
+
+async def _require_tenant(session: AsyncSession, tenant_id: UUID) -> None:
+    """Raises ConflictError: another tenant of the same slug is another one."""
+    try:
+        await resolve_owner(session, tenant_id)
+    except NotFoundError as error:
+        raise ConflictError("it cannot be restored: its tenant is gone", code="not_reversible") from error
 
 
 async def _before(session: AsyncSession, idempotency_key: str | None) -> SloRow | None:
