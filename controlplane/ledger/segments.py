@@ -56,11 +56,16 @@ def _frame_at(data: bytes, at: int) -> tuple[int, bytes] | None:
 
 
 def append_to(path: Path, file: int | None, size: int, data: bytes) -> int:
-    """Append and fsync; the open file. Raises OSError, the file closed and what lies beyond `size` cut off."""
+    """Append to the open file of `size` bytes, or to a new one, and fsync; the open file.
+
+    Raises OSError, the file closed and what lies beyond `size` cut off, or all of it removed when it is new: while a
+    disk refuses, each try has a file of its own.
+    """
     if file is None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        _sync_folder(path.parent)
     try:
+        if not size:
+            _sync_folder(path.parent)
         done = 0
         while done < len(data):
             done += os.write(file, data[done:])
@@ -68,6 +73,8 @@ def append_to(path: Path, file: int | None, size: int, data: bytes) -> int:
     except OSError:
         try:
             os.ftruncate(file, size)
+            if not size:
+                path.unlink()
         except OSError as error:
             log.warning("the end of a usage segment could not be cut off: %s", error)
         os.close(file)

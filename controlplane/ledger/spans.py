@@ -11,6 +11,7 @@ from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
 from controlplane.errors import InvalidRequestError
+from controlplane.quotas import windows
 
 _DAY = timedelta(days=1)
 _MONTH = re.compile(r"(\d{4})-(\d{2})")
@@ -53,11 +54,9 @@ def split(segment: Segment) -> Parts:
 
 
 def month_of(text: str, time_zone: ZoneInfo) -> Segment:
-    """The calendar month "yyyy-mm" in `time_zone`. Raises InvalidRequestError when it is no month."""
+    """The calendar month "yyyy-mm" in `time_zone`, as limits have it. Raises InvalidRequestError for what is none."""
     found = _MONTH.fullmatch(text)
     if found is None or not 1 <= int(found[2]) <= 12 or not 2000 <= int(found[1]) <= 9998:
         raise InvalidRequestError("a month has the form 2026-11", param="month")
-    year, month = int(found[1]), int(found[2])
-    after = (year + 1, 1) if month == 12 else (year, month + 1)
-    begins, ends = (datetime(*first, 1, tzinfo=time_zone).astimezone(UTC) for first in ((year, month), after))
-    return Segment(begins, ends)
+    window = windows.month_of(time_zone.key, int(found[1]), int(found[2]))
+    return Segment(*(datetime.fromtimestamp(at, UTC) for at in window))

@@ -7,6 +7,7 @@ the database learns them; a demo key that did not reach the disk is replaced by 
 from __future__ import annotations
 
 import secrets
+import time
 
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
@@ -61,7 +62,7 @@ async def bootstrap(home: Home, settings: Settings, pool: str, served_model: str
                 await tenants.create_tenant(session, slug=DEMO_TENANT, name="Demo")
             demo = load_struct(home.demo_file, Demo)
             fresh = None
-            if demo is None or not await _works(session, demo.key):
+            if demo is None or not await _is_in_force(session, demo.key):
                 created = await tenants.create_key(session, tenant_slug=DEMO_TENANT, name="demo")
                 fresh = demo = Demo(tenant=DEMO_TENANT, key=created.plain.reveal())
         if fresh is not None:
@@ -86,14 +87,16 @@ def require_undamaged(home: Home) -> None:
     load_struct(home.demo_file, Demo)
 
 
-async def _works(session: AsyncSession, key: str) -> bool:
-    """True when `key` is a live key of this database."""
+async def _is_in_force(session: AsyncSession, key: str) -> bool:
+    """True when `key` is a key of this database that is in force, if its tenant is: another would be no better."""
     try:
         parsed = keys.parse(key)
     except keys.MalformedKeyError:
         return False
     grant = await tenants.load_key(session, parsed.key_id)
-    return grant is not None and keys.verify(parsed, grant) and not grant.revoked and grant.tenant_active
+    if grant is None or not keys.verify(parsed, grant) or grant.revoked:
+        return False
+    return grant.expires_at is None or grant.expires_at > time.time()
 
 
 def _keep(home: Home, struct: Admin | Demo) -> None:

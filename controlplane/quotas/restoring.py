@@ -39,7 +39,7 @@ async def restore_quota(session: AsyncSession, before: Row | None, after: Row | 
     try:
         owner = await resolve_owner(session, UUID(before["tenant_id"]), project=project_id)
     except NotFoundError as error:
-        raise _final(f"its {error.param} is gone") from error
+        raise _final(f"its {'project' if error.param == 'project' else 'tenant'} is gone") from error
     kind, away = QuotaKind(before["kind"]), Away(before["away"])
     check_quota(kind=kind, soft=before["soft"], hard=before["hard"], away=away, local=before["local"])
     if await repository.count_quotas(session, owner.tenant_id) >= service.MOST_QUOTAS:

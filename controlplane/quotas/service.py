@@ -42,30 +42,12 @@ async def create_quota(
     if spec.project is not None and spec.key is not None:
         raise InvalidRequestError("a limit is a project's or a key's, not both", param="key")
     owner = await resolve_owner(session, tenant, project=spec.project, key_id=spec.key)
-    if await repository.count_quotas(session, owner.tenant_id) >= MOST_QUOTAS:
-        raise ConflictError(f"the tenant {owner.tenant} has {MOST_QUOTAS} limits: remove some", code="too_many_quotas")
-    added = await repository.add_quota(
-        session,
-        tenant_id=owner.tenant_id,
-        tenant=owner.tenant,
-        project_id=owner.project_id,
-        project=spec.project,
-        key_identity=owner.identity,
-        model=model,
-        kind=spec.kind,
-        soft=spec.soft,
-        hard=spec.hard,
-        away=spec.away,
-        local=spec.local,
-        idempotency_key=idempotency_key,
-    )
-    if added is not None:
-        return quota_view(added)
-    before = (
-        await repository.quota_by_idempotency_key(session, owner.tenant_id, idempotency_key)
-        if idempotency_key
-        else None
-    )
+    before = await _before(session, owner, idempotency_key)
+    if before is None:
+        added = await _add_quota(session, owner, spec, model, idempotency_key)
+        if added is not None:
+            return quota_view(added)
+        before = await _before(session, owner, idempotency_key)
     if before is None:
         raise ConflictError(
             f"there is such a limit of {spec.kind} already: change it", code="quota_exists", param="kind"
@@ -272,6 +254,36 @@ async def lowest_hard(session: AsyncSession, quota_id: UUID, until: datetime) ->
     row, now = await _quota(session, quota_id), _now()
     raises = [_raise(each) for each in await repository.not_over(session, quota_id, now)]
     return lowest(_limit(row, raises), now.timestamp(), until.timestamp())
+
+
+async def _before(session: AsyncSession, owner: Owner, idempotency_key: str | None) -> Quota | None:
+    """The limit that this idempotency key has made."""
+    if not idempotency_key:
+        return None
+    return await repository.quota_by_idempotency_key(session, owner.tenant_id, idempotency_key)
+
+
+async def _add_quota(
+    session: AsyncSession, owner: Owner, spec: QuotaSpec, model: str, idempotency_key: str | None
+) -> Quota | None:
+    """The new limit; None when there is such a one, or the idempotency key has made one. Raises ConflictError."""
+    if await repository.count_quotas(session, owner.tenant_id) >= MOST_QUOTAS:
+        raise ConflictError(f"the tenant {owner.tenant} has {MOST_QUOTAS} limits: remove some", code="too_many_quotas")
+    return await repository.add_quota(
+        session,
+        tenant_id=owner.tenant_id,
+        tenant=owner.tenant,
+        project_id=owner.project_id,
+        project=spec.project,
+        key_identity=owner.identity,
+        model=model,
+        kind=spec.kind,
+        soft=spec.soft,
+        hard=spec.hard,
+        away=spec.away,
+        local=spec.local,
+        idempotency_key=idempotency_key,
+    )
 
 
 def _level(row: Quota) -> QuotaLevel:

@@ -33,25 +33,19 @@ async def create_slo(session: AsyncSession, spec: SloSpec, *, idempotency_key: s
     check_objectives(**{name: getattr(spec, name) for name in OBJECTIVES})
     pool, service_class = check_pool(spec.pool), check_class(spec.service_class)
     owner = await resolve_owner(session, spec.tenant) if spec.tenant is not None else None
-    if await repository.count(session) >= MOST_SLOS:
-        raise ConflictError(f"there are {MOST_SLOS} objectives: remove some", code="too_many_slos")
-    added = await repository.add(
-        session,
-        tenant_id=owner.tenant_id if owner else None,
-        tenant=spec.tenant,
-        pool=pool,
-        service_class=service_class,
-        **{name: getattr(spec, name) for name in OBJECTIVES},
-        enabled=spec.enabled,
-        idempotency_key=idempotency_key,
-    )
-    if added is not None:
-        return slo_view(added)
-    before = await repository.by_idempotency_key(session, idempotency_key) if idempotency_key else None
-    if before is None:
-        raise ConflictError("this tenant, pool and class have objectives already: change them", code="slo_exists")
     asked = {"tenant": spec.tenant, "pool": pool, "service_class": service_class, "enabled": spec.enabled}
     asked |= {name: getattr(spec, name) for name in OBJECTIVES}
+    before = await _before(session, idempotency_key)
+    if before is None:
+        if await repository.count(session) >= MOST_SLOS:
+            raise ConflictError(f"there are {MOST_SLOS} objectives: remove some", code="too_many_slos")
+        tenant_id = owner.tenant_id if owner else None
+        added = await repository.add(session, tenant_id=tenant_id, idempotency_key=idempotency_key, **asked)
+        if added is not None:
+            return slo_view(added)
+        before = await _before(session, idempotency_key)
+    if before is None:
+        raise ConflictError("this tenant, pool and class have objectives already: change them", code="slo_exists")
     check_repeat(f"the objectives {before.id}", {name: (value, getattr(before, name)) for name, value in asked.items()})
     return slo_view(before)
 
@@ -100,11 +94,13 @@ async def restore_slo(session: AsyncSession, before: dict[str, Any] | None, afte
         await change_slo(session, UUID(before["id"]), SloPatch(**values))
         return
     check_objectives(**{name: values[name] for name in OBJECTIVES})
-    owner = await resolve_owner(session, before["tenant"]) if before["tenant"] is not None else None
+    tenant_id = UUID(before["tenant_id"]) if before["tenant_id"] is not None else None
+    if tenant_id is not None:
+        await _require_tenant(session, tenant_id)
     added = await repository.add(
         session,
         id=UUID(before["id"]),
-        tenant_id=owner.tenant_id if owner else None,
+        tenant_id=tenant_id,
         tenant=before["tenant"],
         pool=before["pool"],
         service_class=before["class"],
@@ -140,6 +136,19 @@ def slo_view(row: SloRow) -> SloView:
         created_at=row.created_at,
         updated_at=row.updated_at,
     )
+
+
+async def _require_tenant(session: AsyncSession, tenant_id: UUID) -> None:
+    """Raises ConflictError: another tenant of the same slug is another one."""
+    try:
+        await resolve_owner(session, tenant_id)
+    except NotFoundError as error:
+        raise ConflictError("it cannot be restored: its tenant is gone", code="not_reversible") from error
+
+
+async def _before(session: AsyncSession, idempotency_key: str | None) -> SloRow | None:
+    """The objectives that this idempotency key has made."""
+    return await repository.by_idempotency_key(session, idempotency_key) if idempotency_key else None
 
 
 async def _slo(session: AsyncSession, slo_id: UUID, *, lock: bool = False) -> SloRow:

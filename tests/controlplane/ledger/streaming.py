@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.db import transaction
 from controlplane.ledger.consumer import StreamConsumer
-from controlplane.ledger.spool import Spool
+from controlplane.ledger.spool import BEGINNING, Position, Spool
 from controlplane.ledger.stream import Shipper
 from dataplane.protocol import UsageBasis, UsageRecord, encode
 from tests.controlplane.telemetry.reports import usage
@@ -64,6 +65,21 @@ async def ledger(engine: AsyncEngine) -> tuple[int, int]:
 
 async def spooled(spool: Spool, records: list[UsageRecord]) -> None:
     await asyncio.gather(*(spool.append(encode(record)) for record in records))
+
+
+async def everything(spool: Spool, cursor: Position = BEGINNING, most: int = 100) -> tuple[list[bytes], Position]:
+    """All payloads from `cursor` on, and where they end."""
+    found: list[bytes] = []
+    while True:
+        batch = await spool.read(cursor, most)
+        found += [entry.payload for entry in batch.entries]
+        if batch.cursor == cursor:
+            return found, cursor
+        cursor = batch.cursor
+
+
+def payloads(rng: random.Random, number: int, largest: int = 300) -> list[bytes]:
+    return [n.to_bytes(4, "big") + rng.randbytes(rng.randint(0, largest)) for n in range(number)]
 
 
 def records(number: int, start: int = 0) -> list[UsageRecord]:

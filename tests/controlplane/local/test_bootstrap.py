@@ -51,3 +51,28 @@ async def test_a_revoked_or_lost_demo_key_is_replaced_by_one_that_works(home: Ho
     assert keys.verify(keys.parse(again.key), grant)
     assert not grant.revoked
     await engine.dispose()
+
+
+async def test_a_demo_key_that_was_rotated_away_is_replaced(home: Home, settings: Settings) -> None:
+    _, before = await bootstrap(home, settings, "smollm2", "served")
+    engine = create_engine(settings, pooled=False)
+    async with transaction(engine) as session:
+        await tenants.rotate_key(session, keys.parse(before.key).key_id, grace_s=0)
+    _, after = await bootstrap(home, settings, "smollm2", "served")
+    assert after.key != before.key
+    await engine.dispose()
+
+
+async def test_a_demo_tenant_that_an_operator_shut_out_gets_no_key_at_each_start(
+    home: Home, settings: Settings
+) -> None:
+    _, before = await bootstrap(home, settings, "smollm2", "served")
+    engine = create_engine(settings, pooled=False)
+    async with transaction(engine) as session:
+        await tenants.set_tenant_active(session, "demo", False)
+    for _ in range(2):
+        _, after = await bootstrap(home, settings, "smollm2", "served")
+        assert after == before
+    async with transaction(engine) as session:
+        assert len((await tenants.list_keys(session, "demo")).items) == 1
+    await engine.dispose()

@@ -92,6 +92,23 @@ async def test_f17_a_limit_of_a_project_that_is_gone_is_not_put_on_another_of_it
     assert (await quotas.list_quotas(session, acme.slug)).items == []
 
 
+async def test_f17_what_was_of_a_tenant_that_is_gone_is_not_put_on_another_of_its_name(
+    session: AsyncSession, acme: TenantView
+) -> None:
+    quota = await quotas.create_quota(session, acme.slug, QuotaSpec(kind=DAY, hard=100))
+    slo = await slos.create_slo(session, SloSpec(tenant=acme.slug, availability=0.99))
+    await quotas.delete_quota(session, quota.id)
+    limit_gone = await last(session)
+    await slos.delete_slo(session, slo.id)
+    promise_gone = await last(session)
+    await session.execute(text("DELETE FROM tenants WHERE id = :id"), {"id": acme.id})
+    await create_tenant(session, slug=acme.slug, name="Another")
+    for removed in (limit_gone, promise_gone):
+        with pytest.raises(ConflictError, match="its tenant is gone"):
+            await service.roll_back(session, removed.id)
+    assert (await slos.list_slos(session)).items == []
+
+
 async def test_a_prompt_log_is_not_turned_on_or_off_by_a_roll_back(session: AsyncSession, acme: TenantView) -> None:
     await prompt_log.turn_on(session, acme.slug, PromptLogging())
     with pytest.raises(ConflictError, match="prompt log"):

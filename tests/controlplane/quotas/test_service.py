@@ -126,6 +126,17 @@ async def test_f10_a_repeat_makes_no_second_one(session: AsyncSession, acme: Ten
     assert (await service.get_quota(session, first.id)).raised == 5
 
 
+async def test_f10_limits_of_a_tenant_are_bounded_and_a_repeat_is_none_more(
+    session: AsyncSession, acme: TenantView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_QUOTAS", 1)
+    spec = QuotaSpec(kind=DAY, hard=100)
+    made = await service.create_quota(session, acme.slug, spec, idempotency_key="once")
+    assert await service.create_quota(session, acme.slug, spec, idempotency_key="once") == made
+    with pytest.raises(ConflictError, match="remove some"):
+        await service.create_quota(session, acme.slug, QuotaSpec(kind=RPM, hard=1), idempotency_key="another")
+
+
 async def test_f10_a_limit_of_a_key_is_kept_under_its_identity(session: AsyncSession, acme: TenantView) -> None:
     first = (await make_key(session, acme.slug)).view.key_id
     second = (await make_key(session, acme.slug)).view.key_id

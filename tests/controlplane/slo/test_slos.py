@@ -149,3 +149,14 @@ async def test_a_refusal_names_what_is_wrong(
 ) -> None:
     error = body(await deployed.client.request(method, f"/api/v1{path}", json=json), status)["error"]
     assert (error["code"], error["param"]) == (code, param)
+
+
+async def test_f10_objectives_are_bounded_and_a_repeat_is_none_more(
+    session: AsyncSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_SLOS", 1)
+    spec = SloSpec(availability=0.99)
+    made = await service.create_slo(session, spec, idempotency_key="once")
+    assert await service.create_slo(session, spec, idempotency_key="once") == made
+    with pytest.raises(ConflictError, match="remove some"):
+        await service.create_slo(session, SloSpec(pool="gpu", availability=0.99), idempotency_key="another")
