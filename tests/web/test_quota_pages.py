@@ -11,9 +11,11 @@ from sqlalchemy import event
 
 from controlplane.db import transaction
 from controlplane.quotas import price_service, request_service, service
+from controlplane.quotas.request_service import Asker
 from controlplane.quotas.schemas import Away, QuotaKind
-from controlplane.quotas.views import QuotaRequestSpec, QuotaSpec, QuotaView, RequestState
+from controlplane.quotas.views import GrantSpec, MoreSpec, QuotaRequestSpec, QuotaSpec, QuotaView, RequestState
 from controlplane.slo import service as slo_service
+from controlplane.tenants.service import create_key, get_tenant
 from tests.controlplane.clients import Deployment, csrf_of
 from tests.factories.rows import make_tenant
 
@@ -277,3 +279,20 @@ async def test_f31_a_list_page_costs_the_same_however_long_it_is(operator: Deplo
             )
     assert {path: await mine(path) for path in paths} == before
     assert max(before.values()) <= 3
+
+
+async def test_a_wish_for_a_while_offers_what_is_missing_beside_raises(operator: Deployment) -> None:
+    quota = await made(operator)
+    assert quota.hard is not None
+    until = datetime.now(UTC) + timedelta(days=2)
+    async with transaction(operator.app.state.resources.engine) as session:
+        key = (await create_key(session, tenant_slug=quota.tenant, name="asks")).view
+        tenant = await get_tenant(session, quota.tenant)
+        asker = Asker(tenant_id=tenant.id, project=key.project, identity=key.identity, key_id=key.key_id)
+        wish = MoreSpec(quota_id=quota.id, hard=quota.hard + 100, reason="launch", until=until)
+        asked = await request_service.ask_with_key(session, asker, wish)
+        raised = GrantSpec(amount=60, expires_at=until + timedelta(days=1), reason="first part")
+        await service.grant(session, quota.id, raised, by="op")
+    page = (await operator.client.get(f"/quota-requests/{asked.id}")).text
+    (field,) = re.findall(r'<input[^>]*name="amount"[^>]*>', page)
+    assert 'value="40"' in field

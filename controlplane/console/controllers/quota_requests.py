@@ -24,7 +24,7 @@ from controlplane.console.flash import go
 from controlplane.console.pages import AnyRequest, Console, Form
 from controlplane.errors import ConflictError, InvalidRequestError
 from controlplane.quotas import request_service, service
-from controlplane.quotas.views import ApprovalSpec, QuotaRequestView
+from controlplane.quotas.views import ApprovalSpec, QuotaRequestView, QuotaView
 
 MOST_COUNTED = 100
 
@@ -101,9 +101,16 @@ async def _context(session: AsyncSession, request_id: UUID, form: Form | None = 
         "asked": asked,
         "quota": quota,
         "in_force": None if quota is None or quota.hard is None else quota.hard + quota.raised,
-        "form": form or Form(_as_asked(asked, None if quota is None else quota.hard)),
+        "form": form or Form(_as_asked(asked, await _held(session, asked, quota))),
         "kinds": dict(KINDS),
     }
+
+
+async def _held(session: AsyncSession, asked: QuotaRequestView, quota: QuotaView | None) -> int | None:
+    """The hard limit that holds for as long as more is wanted, raises counted."""
+    if quota is None or asked.until is None:
+        return None if quota is None else quota.hard
+    return await service.lowest_hard(session, quota.id, asked.until)
 
 
 def _as_asked(asked: QuotaRequestView, hard: int | None) -> dict[str, str]:
