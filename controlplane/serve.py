@@ -151,7 +151,7 @@ def _listening(host: str, port: int) -> socket.socket:
     except ValueError:
         _fail(f"--host {host!r} is not an IP address such as 127.0.0.1 or 0.0.0.0", EXIT_USAGE)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))

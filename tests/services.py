@@ -33,8 +33,11 @@ def free_port() -> int:
 
 
 def loopback_socket() -> socket.socket:
-    """A socket bound to a free loopback port, for a server to listen on."""
-    listening = socket.socket()
+    """A socket bound to a free loopback port, for a server to listen on.
+
+    Its protocol is named: asyncio lets small writes go out at once only where it reads that they are TCP.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", 0))
     return listening

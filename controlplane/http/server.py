@@ -53,7 +53,8 @@ class Connections(ServerState):
 class HttpServer:
     """`application` (ASGI 3, with lifespan) on the bound socket `listening`, which this closes.
 
-    `most_connections` are served at once; further ones are told 503.
+    `most_connections` are served at once; further ones are told 503. The socket's protocol must be IPPROTO_TCP, or
+    asyncio's own loop holds back an answer's body for 40 ms (Nagle).
     """
 
     def __init__(self, application: Any, listening: socket.socket, *, most_connections: int = 4096) -> None:

@@ -94,9 +94,9 @@ def undisturbed() -> Iterator[None]:
         gc.enable()
 
 
-async def moment(served: Running) -> float:
-    """How long the slowest of the requests took that a full line refused, as a part of what one took that was served
-    at the same moment, on a model with room.
+async def moment(served: Running) -> tuple[float, float]:
+    """Seconds that the slowest of the requests took that a full line refused, and those of one that was served at the
+    same moment, on a model with room.
     """
 
     async def timed(model: str, status: int) -> float:
@@ -107,7 +107,7 @@ async def moment(served: Running) -> float:
         return time.perf_counter() - begun
 
     taken, *refused = await asyncio.gather(timed("spare", 200), *(timed("m", 503) for _ in range(TIMES_OVER)))
-    return max(refused) / taken
+    return max(refused), taken
 
 
 async def test_f24_five_times_over_refusals_come_before_what_is_served(
@@ -136,8 +136,9 @@ async def test_f24_five_times_over_refusals_come_before_what_is_served(
                 with monkeypatch.context() as patched:
                     patched.setattr(served.gateway.dispatch, "turn_away", lambda *_: None)
                     control.append(await moment(served))
-        before = sum(part < 1.0 for part in parts)
-        assert before >= 0.8 * ROUNDS, sorted(parts)
-        assert statistics.median(parts) < 0.95 * statistics.median(control), (sorted(parts), sorted(control))
+        before = sum(refused < taken for refused, taken in parts)
+        assert before >= 0.95 * ROUNDS, parts
+        cheap, dear = (statistics.median(refused for refused, _ in times) for times in (parts, control))
+        assert cheap < 0.95 * dear, (cheap, dear)
         await drained(room, tasks)
         await assert_nothing_left(served)
