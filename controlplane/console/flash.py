@@ -44,7 +44,7 @@ def go(request: AnyRequest, path: str, flash: Flash) -> Response[str] | Redirect
 
 
 def take(request: AnyRequest) -> tuple[Flash | None, list[Cookie]]:
-    """What waits for the page that answers `request`, and the cookie that ends it. Words not signed for this session
+    """What waits for the page that answers `request`, and the cookie that ends it. Words that another login was told
     are None.
     """
     waiting = request.cookies.get(cookie_name(_settings(request)))
