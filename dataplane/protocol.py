@@ -26,14 +26,22 @@ from dataplane.counters import RuntimeCounters as RuntimeCounters
 from dataplane.counters import SchedulingCounters as SchedulingCounters
 from dataplane.counters import ServiceCounters as ServiceCounters
 from dataplane.counters import TenantService as TenantService
+from dataplane.gateway_report import LATEST_REFUSED as LATEST_REFUSED
+from dataplane.gateway_report import GatewayCounters as GatewayCounters
+from dataplane.gateway_report import GatewayRefusals as GatewayRefusals
+from dataplane.gateway_report import GatewayReport as GatewayReport
+from dataplane.gateway_report import GatewaySeries as GatewaySeries
+from dataplane.gateway_report import GatewayWindow as GatewayWindow
+from dataplane.gateway_report import RefusedRequest as RefusedRequest
 from dataplane.kv_events import AllBlocksCleared as AllBlocksCleared
 from dataplane.kv_events import BlockRemoved as BlockRemoved
 from dataplane.kv_events import BlockStored as BlockStored
 from dataplane.kv_events import KVEventBatch as KVEventBatch
+from dataplane.message import SCHEMA_VERSION as SCHEMA_VERSION
+from dataplane.message import Message as Message
 from dataplane.tally import Histogram as Histogram
 from dataplane.tally import Tally as Tally
 
-SCHEMA_VERSION = 1
 WINDOW_SECONDS = 10
 
 
@@ -64,10 +72,6 @@ class UsageBasis(enum.StrEnum):
     ENGINE = "engine"
     COUNTED = "counted"
     ESTIMATED = "estimated"
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of every wire struct: immutable, keyword-only, defaults left off the wire."""
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -397,91 +401,6 @@ class ReportAck(Message, frozen=True, kw_only=True):
     policy_epoch: int = 0
     commands: list[Command] = []
     refused: list[str] = []
-
-
-class GatewayCounters(Tally, kw_only=True):
-    """`accepted` requests were taken by a replica, or ended otherwise than refused. Each request ends in exactly one
-    of `finished` (by OpenAI finish reason), `refused` (by reason), `failed` (by cause) or `cancelled`. TTFT runs from
-    acceptance; requests that were not streamed have none. `ttft` is the first token of any kind, `ttft_visible` the
-    first that carries text the client shows. `tpot` is (last − first)/(n − 1) per request. `forged` are headers that
-    claimed to come from inside and were dropped.
-    """
-
-    accepted: int = 0
-    finished: dict[str, int] = {}
-    refused: dict[str, int] = {}
-    failed: dict[str, int] = {}
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    ttft: Histogram | None = None
-    ttft_visible: Histogram | None = None
-    tpot: Histogram | None = None
-    itl: Histogram | None = None
-    e2e: Histogram | None = None
-    forged: int = 0
-
-
-class GatewaySeries(Message, frozen=True, kw_only=True):
-    """One gateway's view of one tenant on one pool and replica, both empty when refused before routing."""
-
-    tenant: str
-    pool: str
-    replica: str
-    counters: GatewayCounters
-
-
-LATEST_REFUSED = 5
-"""Refused requests that one window keeps of one tenant and reason."""
-
-
-class RefusedRequest(Message, frozen=True, kw_only=True):
-    """One refused request as its tenant may read of it; `at` is its arrival in Unix seconds."""
-
-    at: float
-    request_id: str
-    key_id: str
-    message: str
-
-
-class GatewayRefusals(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One tenant's requests that a gateway refused for one reason: `quota_id` and `kind` name the limit that was in the
-    way and are empty for other reasons. `latest` are the last `LATEST_REFUSED` of them.
-    """
-
-    tenant: str
-    code: str
-    quota_id: str = ""
-    kind: str = ""
-    count: int = 0
-    latest: list[RefusedRequest] = []
-
-
-class GatewayWindow(Message, frozen=True, kw_only=True):
-    start: int
-    series: list[GatewaySeries] = []
-    refusals: list[GatewayRefusals] = []
-
-
-class GatewayReport(Message, frozen=True, kw_only=True):
-    """Gateway → control plane, about one a second, with the same acknowledgement rules as `Report`."""
-
-    schema_version: int = SCHEMA_VERSION
-    gateway: str
-    boot_epoch: int
-    sequence: int
-    acknowledged: int
-    full: bool = False
-    sent_at: float
-    started_at: float
-    policy_epoch: int = 0
-    in_flight: int = 0
-    spool_bytes: int = 0
-    """Usage on the gateway's disk that is not known to be in the ledger. `spool_oldest_at`: since when, 0 for none."""
-    spool_oldest_at: float = 0.0
-    spool_full: bool = False
-    windows: list[GatewayWindow] = []
 
 
 # --------------------------------------------------------------------------------------------------------------
