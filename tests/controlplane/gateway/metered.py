@@ -16,6 +16,10 @@ from tests.controlplane.gateway import replicas
 from tests.controlplane.gateway.harness import CHAT, STREAM, Running
 from tests.controlplane.gateway.replicas import DONE, chunk, event, usage_chunk
 
+RPM, TPM = QuotaKind.REQUESTS_PER_MINUTE, QuotaKind.TOKENS_PER_MINUTE
+IN, OUT = QuotaKind.INPUT_TOKENS_PER_MINUTE, QuotaKind.OUTPUT_TOKENS_PER_MINUTE
+CONCURRENT, DAY, MONEY = QuotaKind.CONCURRENT_REQUESTS, QuotaKind.TOKENS_PER_DAY, QuotaKind.MONEY_PER_DAY
+LARGE = 1_000_000
 TENANT = "tenant-id-acme"
 ASK = {**CHAT, "max_tokens": 100}
 ASK_STREAM = {**STREAM, "max_tokens": 100}

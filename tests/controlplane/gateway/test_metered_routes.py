@@ -12,8 +12,6 @@ from uuid import uuid4
 
 import pytest
 from litestar.types import HTTPScope, Receive, Send
-from msgspec import structs
-from redis.asyncio import Redis
 
 from controlplane.admission.charges import NOTHING, Use
 from controlplane.gateway import component, endpoint
@@ -23,7 +21,7 @@ from controlplane.gateway.endpoint import Endpoint
 from controlplane.gateway.exchange import Exchange
 from controlplane.gateway.metering import Held, _free
 from controlplane.quotas.schemas import QuotaKind
-from controlplane.settings import Secret, Settings
+from controlplane.settings import Settings
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import HEADER_ATTEMPT, HEADER_KEY, HEADER_PROJECT, HEADER_TENANT, GatewayCounters
 from tests.controlplane.gateway.deployment import until
@@ -56,12 +54,6 @@ OPENAI_PATHS = (
 """What OpenAI-compatible servers answer below /v1: an endpoint that nobody lists is found by its name."""
 BODIES = (ASK, ASK_STREAM, {"model": "m", "input": "hi", "prompt": "hi"})
 NEW = "/embeddings"
-
-
-@pytest.fixture
-def own(offline_settings: Settings, redis: Redis, valkey: str) -> Settings:
-    """A real Redis, and time enough to answer on a busy machine."""
-    return structs.replace(offline_settings, redis_url=Secret(valkey), lease_deadline_ms=10_000)
 
 
 async def defects(served: Running, replica: FakeReplica) -> dict[str, set[str]]:

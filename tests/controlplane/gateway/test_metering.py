@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 
@@ -13,25 +12,30 @@ from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
-from controlplane.gateway.counting import MOST_OF_ONE
-from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel, Raise
-from controlplane.settings import Secret, Settings
-from tests.controlplane.admission.leasing import World
+from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel
+from controlplane.settings import Settings
 from tests.controlplane.gateway import replicas
-from tests.controlplane.gateway.harness import CHAT, STREAM, assert_nothing_left, check_error, route, running_gateway
-from tests.controlplane.gateway.metered import ASK, ASK_STREAM, TENANT, USED, Gate, all_settled, answer_of, limit, used
+from tests.controlplane.gateway.harness import assert_nothing_left, route, running_gateway
+from tests.controlplane.gateway.metered import (
+    ASK,
+    ASK_STREAM,
+    CONCURRENT,
+    DAY,
+    IN,
+    LARGE,
+    MONEY,
+    OUT,
+    RPM,
+    TENANT,
+    TPM,
+    USED,
+    Gate,
+    all_settled,
+    answer_of,
+    limit,
+    used,
+)
 from tests.controlplane.gateway.replicas import chunk, event, fake_replica, parts
-
-RPM, TPM = QuotaKind.REQUESTS_PER_MINUTE, QuotaKind.TOKENS_PER_MINUTE
-IN, OUT = QuotaKind.INPUT_TOKENS_PER_MINUTE, QuotaKind.OUTPUT_TOKENS_PER_MINUTE
-CONCURRENT, DAY, MONEY = QuotaKind.CONCURRENT_REQUESTS, QuotaKind.TOKENS_PER_DAY, QuotaKind.MONEY_PER_DAY
-LARGE = 1_000_000
-
-
-@pytest.fixture
-def own(offline_settings: Settings, redis: Redis, valkey: str) -> Settings:
-    """A real Redis, and time enough to answer on a busy machine."""
-    return structs.replace(offline_settings, redis_url=Secret(valkey), lease_deadline_ms=10_000)
 
 
 async def test_f2_of_two_hundred_at_once_with_room_for_one_exactly_one_passes(own: Settings) -> None:
@@ -99,19 +103,6 @@ async def test_f4_remaining_falls_at_admission_and_rises_at_settlement(own: Sett
         third = await served.post(ASK_STREAM)
         assert said(third) == (57, 10_000 - 2 * USED - worst)
         await third.read()
-
-
-async def test_f11_a_wait_does_not_count_on_a_raise_that_ends_before_it(own: Settings) -> None:
-    now = time.time()
-    one = limit(RPM, 1, raises=(Raise(amount=2, starts_at=now - 60, expires_at=now + 40),))
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(one,)) as served:
-        assert (await answer_of(served))[0] == 200
-        await asyncio.sleep(2.1)
-        assert [(await answer_of(served))[0] for _ in range(2)] == [200, 200]
-        status, _, response = await answer_of(served)
-        assert status == 429
-        # With one a minute the first of the three does not make room: all of them have to be over.
-        assert response.headers["retry-after"] == response.headers["x-ratelimit-reset-requests"]
 
 
 @pytest.mark.parametrize("body", [ASK, ASK_STREAM])
@@ -242,96 +233,6 @@ async def test_without_any_replica_nothing_is_kept(own: Settings) -> None:
         assert await used(served, requests) == 0
 
 
-async def test_f11_waiting_as_long_as_a_rate_limit_says_is_long_enough_and_needed(own: Settings, redis: Redis) -> None:
-    world = await World(redis).start()
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(RPM, 3),), leases=world.gateway()) as served,
-    ):
-        for _ in range(3):
-            assert (await answer_of(served))[0] == 200
-            await all_settled(served)
-            await world.advance(7)
-        status, code, response = await answer_of(served)
-        assert (status, code) == (429, "requests_per_minute_exceeded")
-        assert "x-tidegate-retry" not in response.headers
-        wait = int(response.headers["retry-after"])
-        assert 61 - 21 - 1 <= wait <= 61 - 21 + 1
-        await world.advance(wait - 2)
-        assert (await answer_of(served))[0] == 429
-        await world.advance(2)
-        assert (await answer_of(served))[0] == 200
-
-
-async def test_f11_waiting_until_a_day_is_over_is_long_enough(own: Settings, redis: Redis) -> None:
-    world = await World(redis).start()
-    limits = (limit(DAY, 400),)
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=limits, leases=world.gateway()) as served,
-    ):
-        served.policy.ledger = 390  # the store has forgotten the day, the ledger has not
-        status, code, response = await answer_of(served)
-        assert (status, code) == (429, "tokens_per_day_exceeded")
-        assert response.headers["retry-after"] == str(12 * 3600)
-        assert "x-tidegate-retry" not in response.headers
-        served.policy.ledger = 0
-        await world.advance(12 * 3600)
-        assert (await answer_of(served))[0] == 200
-
-
-async def test_a_refusal_names_limit_scope_and_layer(own: Settings) -> None:
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(limit(RPM, 1),)) as served:
-        assert (await answer_of(served))[0] == 200
-        async with served.post(ASK) as response:
-            detail = check_error(await response.json(), "requests_per_minute_exceeded")
-            assert detail["type"] == "rate_limit_error"
-            assert "the tenant's limit of 1 requests per minute" in str(detail["message"])
-            assert response.headers["x-tidegate-reason"] == (
-                "requests_per_minute_exceeded; limit=requests_per_minute; scope=tenant; "
-                "quota=q-requests_per_minute; layer=service"
-            )
-            assert response.headers["x-ratelimit-remaining-requests"] == "0"
-        line = (await served.lines())[-1]
-        assert (line["outcome"], line["status"], line["error_code"]) == ("refused", 429, "requests_per_minute_exceeded")
-        assert served.total().refused == {"requests_per_minute_exceeded": 1}
-        labels = {"kind": "requests_per_minute", "code": "requests_per_minute_exceeded"}
-        assert served.metric("quota_refusals_total", **labels) == 1
-        assert served.metric("lease_answers_total", result="granted") == 1
-        assert served.metric("lease_answers_total", result="refused") == 1
-
-
-async def test_concurrency_is_refused_with_an_estimate_and_freed_at_the_end(own: Settings) -> None:
-    gate = Gate()
-    async with (
-        fake_replica(gate.behave) as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(CONCURRENT, 1),)) as served,
-    ):
-        first = await served.post(ASK_STREAM)
-        status, code, response = await answer_of(served, ASK_STREAM)
-        assert (status, code) == (429, "concurrent_requests_exceeded")
-        assert int(response.headers["retry-after"]) >= 1
-        assert response.headers["x-tidegate-retry"] == "estimate"
-        gate.open.set()
-        await first.read()
-        await all_settled(served)
-        assert (await answer_of(served, ASK_STREAM))[0] == 200
-
-
-async def test_a_request_that_can_never_pass_is_not_told_to_wait(own: Settings) -> None:
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(OUT, 99),)) as served,
-    ):
-        status, code, response = await answer_of(served)
-        assert (status, code) == (429, "output_tokens_per_minute_exceeded")
-        assert "retry-after" not in response.headers
-        assert response.headers["x-should-retry"] == "false"
-        assert (await answer_of(served, {**CHAT, "max_tokens": 99}))[0] == 200
-        assert (await answer_of(served, CHAT))[0] == 429  # it might fill the whole context
-        assert len(replica.seen) == 1
-
-
 async def test_several_answers_are_reserved_for(own: Settings) -> None:
     async with (
         fake_replica() as replica,
@@ -341,142 +242,6 @@ async def test_several_answers_are_reserved_for(own: Settings) -> None:
         assert (await answer_of(served, {**ASK, "n": 2}))[0] == 200
         status, code, _ = await answer_of(served, {**ASK, "n": "2"})
         assert (status, code) == (400, "invalid_type")
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "param"),
-    [
-        (QuotaKind.MAX_OUTPUT_TOKENS, ASK, "max_completion_tokens"),
-        (QuotaKind.MAX_OUTPUT_TOKENS, CHAT, "max_completion_tokens"),
-        (QuotaKind.MAX_PROMPT_TOKENS, {**CHAT, "messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
-        (QuotaKind.MAX_PROMPT_TOKENS, {"model": "m", "prompt": "x" * 99}, "prompt"),
-        (QuotaKind.MAX_PROMPT_TOKENS, {"model": "m", "prompt": list(range(99))}, "prompt"),
-    ],
-)
-async def test_a_prompt_or_answer_that_is_too_long_is_refused_by_name(
-    own: Settings, kind: QuotaKind, body: dict[str, object], param: str
-) -> None:
-    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(kind, 98),)) as served,
-    ):
-        async with served.post(body, path=path) as response:
-            assert response.status == 400
-            detail = check_error(await response.json(), f"{kind.value}_exceeded")
-            assert detail["param"] == param
-            assert "98" in str(detail["message"])
-            assert f"limit={kind.value}; scope=tenant" in response.headers["x-tidegate-reason"]
-        assert not replica.seen
-        assert (await answer_of(served, {"model": "m", "prompt": [1] * 98, "max_tokens": 98}, path="/v1/completions"))[
-            0
-        ] == 200
-
-
-@pytest.mark.parametrize(("tokens", "status"), [(98, 200), (99, 400), (None, 400)])
-async def test_a_prompt_is_counted_where_its_bytes_are_too_many(own: Settings, tokens: int | None, status: int) -> None:
-    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 98, soft=97),)
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
-        replica.tokens = tokens
-        async with served.post({**ASK, "messages": [{"role": "user", "content": "word " * 100}]}) as response:
-            assert response.status == status
-            body = await response.json()
-            if status == 400:
-                message = str(check_error(body, "max_prompt_tokens_exceeded")["message"])
-                assert ("has 99 tokens" if tokens else "(one a byte)") in message
-            else:
-                assert response.headers["x-tidegate-quota-warning"].endswith("used=98; soft=97")
-        assert [one.path for one in replica.counted] == ["/v1/chat/completions/tokens"]
-        assert "x-tidegate-tenant" not in replica.counted[0].headers
-        assert len(replica.seen) == (status == 200)
-
-
-async def test_a_prompt_is_counted_also_where_only_a_raise_lets_it_pass(own: Settings) -> None:
-    raised = Raise(amount=1000, starts_at=time.time() - 60, expires_at=time.time() + 3600)
-    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 1, raises=(raised,)),)
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
-        replica.tokens = 400
-        long = {**ASK, "messages": [{"role": "user", "content": "x" * 1500}]}
-        assert (await answer_of(served, long))[:2] == (200, "")
-        assert len(replica.counted) == 1
-
-
-async def test_a_prompt_that_is_surely_short_or_hopelessly_long_is_not_counted(own: Settings) -> None:
-    limits = (limit(QuotaKind.MAX_PROMPT_TOKENS, 300),)
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
-        replica.tokens = 1
-        assert (await answer_of(served, ASK))[0] == 200
-        long = {**ASK, "messages": [{"role": "user", "content": "x" * 50_000}]}
-        assert (await answer_of(served, long))[1] == "max_prompt_tokens_exceeded"
-        ids = {"model": "m", "prompt": [1] * 301}
-        assert (await answer_of(served, ids, path="/v1/completions"))[1] == "max_prompt_tokens_exceeded"
-        assert not replica.counted
-
-
-async def test_a_rate_limit_that_the_bytes_would_pass_is_asked_with_the_counted_prompt(own: Settings) -> None:
-    tokens = limit(TPM, 1000)
-    long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(tokens,)) as served:
-        replica.tokens = 700
-        status, _, response = await answer_of(served, long)
-        assert status == 200
-        assert response.headers["x-ratelimit-remaining-tokens"] == str(1000 - 700 - 100)
-        await all_settled(served)
-        assert await used(served, tokens) == USED
-        replica.tokens = 901  # and 100 of output
-        _, code, response = await answer_of(served, long)
-        assert code == "tokens_per_minute_exceeded"
-        assert response.headers["x-should-retry"] == "false"
-        assert (len(replica.counted), len(replica.seen)) == (2, 1)
-
-
-async def test_one_tenant_has_few_prompts_counted_at_once(own: Settings) -> None:
-    """The others of the flood are refused by their bytes, at once."""
-    long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(TPM, 1000),)) as served,
-    ):
-        counting = asyncio.Event()
-
-        async def slow(*_: object) -> int:
-            await counting.wait()
-            return 1001
-
-        replica.tokens = 1001
-        assert served.gateway._counter is not None
-        served.gateway._counter._ask = slow  # type: ignore[method-assign]
-        asked = [asyncio.create_task(answer_of(served, long)) for _ in range(12)]
-        async with asyncio.timeout(20):
-            while sum(task.done() for task in asked) < 12 - MOST_OF_ONE:
-                await asyncio.sleep(0.01)
-        assert sum(task.done() for task in asked) == 12 - MOST_OF_ONE
-        counting.set()
-        assert {code for _, code, _ in await asyncio.gather(*asked)} == {"tokens_per_minute_exceeded"}
-        assert not served.gateway._counter._asking
-
-
-async def test_where_nothing_is_left_nobody_counts(own: Settings) -> None:
-    async with (
-        fake_replica() as replica,
-        running_gateway(own, route(replica, "r0"), limits=(limit(TPM, 1000), limit(RPM, 1))) as served,
-    ):
-        replica.tokens = 5
-        assert (await answer_of(served, ASK))[0] == 200
-        long = {**ASK, "messages": [{"role": "user", "content": "x" * 3000}]}
-        assert (await answer_of(served, long))[0] == 429
-        assert not replica.counted
-
-
-async def test_above_a_soft_limit_a_request_passes_with_a_warning(own: Settings) -> None:
-    limits = (limit(RPM, None, soft=1), limit(QuotaKind.MAX_OUTPUT_TOKENS, None, soft=50))
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=limits) as served:
-        for number in (1, 2):
-            status, _, response = await answer_of(served, ASK_STREAM)
-            assert status == 200
-            said = response.headers.getall("x-tidegate-quota-warning")
-            assert "max_output_tokens; scope=tenant; used=100; soft=50" in said
-            assert ("requests_per_minute; scope=tenant; used=2; soft=1" in said) == (number == 2)
 
 
 async def test_limits_of_other_projects_keys_and_models_do_not_concern_a_request(own: Settings) -> None:
@@ -648,20 +413,3 @@ async def test_shutdown_tells_who_waits_for_a_lease_that_it_was_cut(
         assert served.total().failed == {"gateway_shutdown": 1}
         assert not replica.seen
         await all_settled(served)
-
-
-async def test_bodies_that_hide_a_second_limit_are_refused(own: Settings) -> None:
-    bodies = [
-        b'{"model":"m","messages":[],"max_tokens":1,"max_tokens":9}',
-        b'{"n":1,"model":"m","messages":[],"n":9}',
-        b'{"model":"m","prompt":"a","best_of":1,"best_\\u006ff":9}',
-    ]
-    async with fake_replica() as replica, running_gateway(own, route(replica, "r0")) as served:
-        for body in bodies:
-            async with served.post(body) as response:
-                check_error(await response.json(), "duplicate_key")
-        async with served.post(
-            json.dumps({**STREAM, "n": 1, "user": '"n"', "metadata": {"n": 2}}).encode()
-        ) as response:
-            assert response.status == 200
-        assert len(replica.seen) == 1
