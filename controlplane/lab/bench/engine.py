@@ -268,11 +268,12 @@ class Receipts(asyncio.DatagramProtocol):
 
 
 async def serve(engine: Engine, port: int, reporter: EngineReporter | None) -> None:
-    """Serve until cancelled, on TCP for requests and on UDP for receipts."""
+    """Serve until cancelled, on TCP for requests and on UDP for receipts; a line on standard output says from when."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(engine), HOST, port, backlog=4096)
     transport, _ = await loop.create_datagram_endpoint(lambda: Receipts(engine), local_addr=(HOST, port))
     gc.freeze()
+    click.echo(f"listening on {HOST}:{port}")
     try:
         if reporter is None:
             await asyncio.Event().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from controlplane.lab.bench import wire
-from controlplane.lab.bench.engine import RECEIPT
+from controlplane.lab.bench.engine import RECEIPT, Connection, Engine
 from dataplane.openai_bodies import DONE, Answer, Responder, usage
 from tests.controlplane.lab.bench.conftest import MODEL, FakeEngine
 from tests.controlplane.lab.bench.exchanges import chunks, complete, exchange
@@ -50,15 +51,29 @@ def test_a_whole_answer_is_byte_for_byte_a_replicas(engine: FakeEngine) -> None:
     assert body == responder().whole([Answer(text=text, finish="length")], usage(500, 9, 0))
 
 
-def test_requests_on_one_connection_are_answered_in_order_wherever_they_are_cut(engine: FakeEngine) -> None:
-    both = engine.request(tokens=1, stream=True) + engine.request(tokens=2)
-    with socket.create_connection(("127.0.0.1", engine.port), 10) as connection:
+async def test_requests_on_one_connection_are_answered_in_order_wherever_they_are_cut(engine: FakeEngine) -> None:
+    """Each piece is sent when the one before it has been read, so that none is joined to the next on the way."""
+    both, pieces = engine.request(tokens=1, stream=True) + engine.request(tokens=2), asyncio.Semaphore(0)
+
+    class Heard(Connection):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            pieces.release()
+
+    shared = Engine(wire.Answers(MODEL))
+    server = await asyncio.get_running_loop().create_server(lambda: Heard(shared), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    async with asyncio.timeout(10):
         for at in range(0, len(both), 700):
-            connection.sendall(both[at : at + 700])
-            time.sleep(0.002)
+            writer.write(both[at : at + 700])
+            await pieces.acquire()
         received = b""
         while not received.endswith(b"}") or received.count(b"HTTP/1.1 200 OK") < 2:
-            received += connection.recv(65536)
+            received += await reader.read(65536)
+        writer.close()
+        await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
     assert received.index(b"[DONE]") < received.index(b'"chat.completion"')
 
 
