@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from controlplane.background import running
 from controlplane.component import Component, Resources
 from controlplane.fleet.controllers import router
 from controlplane.fleet.liveness import Limits
 from controlplane.fleet.watcher import Watcher
-from controlplane.telemetry.background import running
 
 
 def component(resources: Resources) -> Component:

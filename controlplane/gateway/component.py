@@ -18,13 +18,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from controlplane.admission.leases import Leases
 from controlplane.admission.service import load_plans
 from controlplane.admission.shares import SharePlan
+from controlplane.background import kept
 from controlplane.component import Component, Resources
 from controlplane.errors import NotFoundError
 from controlplane.fleet.schemas import FleetView
 from controlplane.fleet.service import load_fleet
 from controlplane.gateway.auth import CAPACITY as MOST_KEYS
 from controlplane.gateway.auth import KeyDirectory
-from controlplane.gateway.background import kept
 from controlplane.gateway.dispatch import Dispatch
 from controlplane.gateway.dispatch_metrics import DispatchMetrics
 from controlplane.gateway.endpoint import Endpoint

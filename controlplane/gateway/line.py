@@ -26,8 +26,8 @@ from controlplane.admission.policy import PATIENCE_S, AdmissionSnapshot, Newcome
 from controlplane.admission.prediction import Ahead, PoolLoad, Prediction, StepCost, predict
 from controlplane.admission.retry import Asker
 from controlplane.admission.turn_messages import Grant, Rules
+from controlplane.background import kept
 from controlplane.errors import CapacityError
-from controlplane.gateway.background import kept
 from controlplane.gateway.credits import Credits
 from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
 from controlplane.gateway.line_refusals import queue_full, refused, waited_out

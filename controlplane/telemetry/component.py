@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from controlplane.background import running
 from controlplane.component import Component, Resources
 from controlplane.fleet.addresses import ReplicaAddresses, replica_policy
 from controlplane.fleet.live import LoadPublisher
 from controlplane.ledger.consumer import StreamConsumer
 from controlplane.ledger.held import HeldSettler
-from controlplane.telemetry.background import running
 from controlplane.telemetry.controllers import api, take_gateway_report, take_report
 from controlplane.telemetry.ingest import Ingestor
 from controlplane.telemetry.labels import KnownLabels

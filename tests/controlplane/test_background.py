@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from controlplane.gateway import background
-from controlplane.gateway.background import kept
+from controlplane import background
+from controlplane.background import kept
 from controlplane.settings import Settings
 from tests.controlplane.gateway.test_dispatch import doors, drained, in_line, roomy, small
 
@@ -30,9 +30,9 @@ async def test_what_fails_is_logged_and_begins_again_until_it_is_cancelled(
         await asyncio.Event().wait()
 
     task = asyncio.create_task(kept("clock", work))
-    with caplog.at_level(logging.ERROR, "tidegate.gateway"):
+    with caplog.at_level(logging.ERROR, "tidegate.background"):
         await works.wait()
-    assert [record.getMessage() for record in caplog.records] == ["The gateway's clock failed and begins again"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["background work 'clock' failed and begins again"] * 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
