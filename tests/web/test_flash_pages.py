@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from http.cookies import SimpleCookie
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from controlplane.console.flash import KEPT_S
 from controlplane.db import transaction
@@ -31,26 +29,6 @@ COOKIE = "tidegate_flash"
 HTMX = {"hx-request": "true"}
 SOON = datetime.now(UTC).replace(second=0, microsecond=0) + timedelta(days=1)
 FORM_TIME, SHOWN_TIME = f"{SOON:%Y-%m-%dT%H:%M}", f"{SOON:%Y-%m-%d %H:%M} UTC"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(
-    postgres: Databases, migrated_template: str, valkey: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Deployment]:
-    """One control plane for this file; a test changes only what it made itself."""
-    url = postgres.create("flashpages", template=migrated_template)
-    home = tmp_path_factory.mktemp("home")
-    async with deployment(make_settings(home, database_url=url, redis_url=valkey)) as running:
-        yield running
-    postgres.drop(url)
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def operator(shared: Deployment) -> Deployment:
-    shared.client.cookies.clear()
-    await shared.app.state.resources.redis.flushdb()
-    await log_in(shared, shared.operator_email)
-    return shared
 
 
 async def send(

@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from controlplane.admission import scripts
-from controlplane.admission.answers import Acquired, Granted, Refused
+from controlplane.admission.answers import Acquired, ColdCounter, Granted, Refused
 from controlplane.admission.charges import Charge, Use, Windows, charges_for
 from controlplane.admission.leases import Leases
 from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
@@ -59,6 +59,22 @@ def windows_at(now: float) -> Windows:
     """Days and 30-day months of UTC; good enough to count in."""
     day, month = int(now // DAY_S) * DAY_S, int(now // (30 * DAY_S)) * 30 * DAY_S
     return Windows(day=(day, day + DAY_S, day + 2 * DAY_S), month=(month, month + 30 * DAY_S, month + 60 * DAY_S))
+
+
+class SlowLedger:
+    """Sums that take a moment; `most` is how many were under way at once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._summing = 0
+        self.most = 0
+
+    async def __call__(self, _: ColdCounter) -> tuple[int, float]:
+        self._summing += 1
+        self.most = max(self.most, self._summing)
+        await asyncio.sleep(0.02)
+        self._summing -= 1
+        return 0, self._world.now
 
 
 class World:

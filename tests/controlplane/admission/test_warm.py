@@ -12,7 +12,7 @@ from controlplane.admission.answers import ColdCounter, Ended, Granted, Refused
 from controlplane.admission.charges import Charge, Use, charges_for
 from controlplane.admission.warm import HYDRATED_AT_ONCE, StoreRestlessError, Warmer
 from controlplane.quotas.schemas import QuotaKind
-from tests.controlplane.admission.leasing import DAILY, MONTHLY, TENANT, World, limit, windows_at
+from tests.controlplane.admission.leasing import DAILY, MONTHLY, TENANT, SlowLedger, World, limit, windows_at
 
 LIMITS = [limit(DAILY, 1000), limit(MONTHLY, 1000)]
 
@@ -47,17 +47,7 @@ async def test_many_requests_wait_for_one_sum_of_each_cold_counter(redis: Redis)
 async def test_f15_few_sums_at_once_however_many_tenants_counters_are_cold(redis: Redis) -> None:
     """A store that comes back empty must not take every connection to the ledger's database from all else."""
     world = await World(redis).start()
-    summing, most = 0, 0
-
-    async def ledger(_: ColdCounter) -> tuple[int, float]:
-        nonlocal summing, most
-        summing += 1
-        most = max(most, summing)
-        await asyncio.sleep(0.02)
-        summing -= 1
-        return 0, world.now
-
-    warmer = Warmer(world.leases)
+    ledger, warmer = SlowLedger(world), Warmer(world.leases)
 
     async def ask(tenant: str) -> Granted | Refused | Ended:
         def charges(now: float | None) -> Sequence[Charge]:
@@ -67,7 +57,7 @@ async def test_f15_few_sums_at_once_however_many_tenants_counters_are_cold(redis
 
     outcomes = await asyncio.gather(*(ask(f"tenant-{number}") for number in range(20)))
     assert all(isinstance(one, Granted) for one in outcomes)
-    assert most == HYDRATED_AT_ONCE
+    assert ledger.most == HYDRATED_AT_ONCE
 
 
 async def test_windows_are_computed_again_for_the_servers_time(redis: Redis) -> None:

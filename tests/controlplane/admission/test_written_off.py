@@ -16,7 +16,7 @@ from controlplane.admission.charges import Charge, Use
 from controlplane.admission.leases import Leases
 from controlplane.admission.warm import CORRECTED_AT_ONCE, CORRECTED_EVERY_S, Warmer
 from controlplane.admission.wire import keys
-from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, MONTHLY, TENANT, World, limit
+from tests.controlplane.admission.leasing import CONCURRENT, DAILY, DAY_S, MONTHLY, TENANT, SlowLedger, World, limit
 
 LIMITS = [limit(MONTHLY, 1000), limit(CONCURRENT, 1000)]
 LONG = 3600 + 31
@@ -108,23 +108,14 @@ async def test_f15_few_corrections_at_once_however_many_counters_a_dead_gateway_
     await world.advance(LONG)
     counters = (await world.granted(limits, used(1))).doubted
     assert len(counters) == 12
-    at, summing, most = 0.0, 0, 0
-
-    async def ledger(_: ColdCounter) -> tuple[int, float]:
-        nonlocal summing, most
-        summing += 1
-        most = max(most, summing)
-        await asyncio.sleep(0.01)
-        summing -= 1
-        return 0, world.now
-
+    at, ledger = 0.0, SlowLedger(world)
     warmer = Warmer(world.leases, monotonic=lambda: at, later=lambda *_: None)
     for _ in range(2):
         for counter in counters:
             warmer.doubt(TENANT, counter, ledger)
         at += CORRECTED_EVERY_S
     await asyncio.gather(*warmer._under_way.values())
-    assert most == CORRECTED_AT_ONCE
+    assert ledger.most == CORRECTED_AT_ONCE
     assert await world.used(*limits[1:]) == [1] * 12
 
 

@@ -9,7 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -59,30 +62,9 @@ def test_one_port_for_two_services_is_refused_with_both_flags(tmp_path: Path) ->
     assert not (tmp_path / "home").exists()
 
 
-def test_signals_at_once_are_one_request_for_an_orderly_stop(tmp_path: Path) -> None:
-    """As from `timeout make up`: it tells the group, and make tells its child again."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "controlplane", "up", "--home", tmp_path / "home", "--free-ports", "--no-replica"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert any("PostgreSQL" in line for line in process.stdout)
-            process.send_signal(signal.SIGTERM)
-            time.sleep(0.03)
-            process.send_signal(signal.SIGTERM)
-            said, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == ExitCode.OK, said
-    assert "PostgreSQL                stopping" in said
-    assert "Aborted" not in said
-
-
-def test_a_second_ctrl_c_kills_what_takes_its_time(tmp_path: Path) -> None:
-    home = tmp_path / "home"
+@contextmanager
+def starting(home: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A `tidegate up` that has just been told to start, and what it says; killed at the end."""
     with subprocess.Popen(
         [sys.executable, "-m", "controlplane", "up", "--home", home, "--free-ports", "--no-replica"],
         stdout=subprocess.PIPE,
@@ -91,16 +73,35 @@ def test_a_second_ctrl_c_kills_what_takes_its_time(tmp_path: Path) -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            assert any("Valkey" in line for line in process.stdout)
-            (valkey,) = (one for one in psutil.Process(process.pid).children() if "valkey" in one.name())
-            valkey.suspend()  # it hears no request to end
-            process.send_signal(signal.SIGINT)
-            assert any("stopping" in line for line in process.stdout)
-            time.sleep(1.1 * TOGETHER_S)
-            process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=60)
+            yield process, process.stdout
         finally:
             process.kill()
+
+
+def test_signals_at_once_are_one_request_for_an_orderly_stop(tmp_path: Path) -> None:
+    """As from `timeout make up`: it tells the group, and make tells its child again."""
+    with starting(tmp_path / "home") as (process, lines):
+        assert any("PostgreSQL" in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.03)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.OK, said
+    assert "PostgreSQL                stopping" in said
+    assert "Aborted" not in said
+
+
+def test_a_second_ctrl_c_kills_what_takes_its_time(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with starting(home) as (process, lines):
+        assert any("Valkey" in line for line in lines)
+        (valkey,) = (one for one in psutil.Process(process.pid).children() if "valkey" in one.name())
+        valkey.suspend()  # it hears no request to end
+        process.send_signal(signal.SIGINT)
+        assert any("stopping" in line for line in lines)
+        time.sleep(1.1 * TOGETHER_S)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED, said
     assert wait_until(lambda: not valkey.is_running()), "what did not end was left"
     assert wait_until(lambda: not carrying(str(home))), carrying(str(home))
