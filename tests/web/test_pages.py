@@ -5,14 +5,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.db import transaction
 from controlplane.errors import NotFoundError
@@ -23,6 +19,7 @@ from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PrincipalRole, Scope, TenantPatch
 from dataplane.protocol import ReplicaState
 from tests.controlplane.clients import Deployment, csrf_of
+from tests.controlplane.statements import counted_queries
 from tests.controlplane.telemetry.reports import report
 from tests.factories.rows import PASSWORD, make_key, make_principal, make_tenant
 
@@ -39,27 +36,6 @@ FRAGMENTS = {
     "/tenants/acme/principals": "principal-list",
 }
 HTMX = {"hx-request": "true"}
-
-
-_counting: ContextVar[bool] = ContextVar("counting", default=False)
-
-
-@contextmanager
-def counted_queries(engine: AsyncEngine) -> Iterator[list[str]]:
-    """Statements of what this test awaits; those of background tasks are not its own."""
-    statements: list[str] = []
-
-    def note(conn: object, cursor: object, statement: str, *rest: object) -> None:
-        if _counting.get():
-            statements.append(statement)
-
-    event.listen(engine.sync_engine, "before_cursor_execute", note)
-    token = _counting.set(True)
-    try:
-        yield statements
-    finally:
-        _counting.reset(token)
-        event.remove(engine.sync_engine, "before_cursor_execute", note)
 
 
 async def post(deployed: Deployment, path: str, data: Mapping[str, object] | None = None, htmx: bool = False):  # type: ignore[no-untyped-def]

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
-from sqlalchemy import event
 
 from controlplane.db import transaction
 from controlplane.quotas import request_service, service
@@ -21,6 +20,7 @@ from controlplane.tenants.prompt_logging import set_prompt_logging
 from controlplane.tenants.schemas import PromptLogging
 from controlplane.tenants.service import policy_epoch
 from tests.controlplane.clients import Deployment, csrf_of, deployment, log_in
+from tests.controlplane.statements import counted_queries
 from tests.controlplane.telemetry.reports import gateway_report
 
 DAY = QuotaKind.TOKENS_PER_DAY
@@ -146,18 +146,13 @@ async def test_a_viewer_sees_changes_and_no_way_to_take_them_back(operator: Depl
 
 async def test_f31_the_page_costs_the_same_however_much_has_changed(operator: Deployment) -> None:
     engine = operator.app.state.resources.engine
-    statements: list[str] = []
-
-    def count(*arguments: object) -> None:
-        statements.append(str(arguments[2]))
 
     async def cost() -> int:
         await operator.client.get("/policy")
-        statements.clear()
-        await operator.client.get("/policy")
+        with counted_queries(engine) as statements:
+            await operator.client.get("/policy")
         return len(statements)
 
-    event.listen(engine.sync_engine, "before_cursor_execute", count)
     few = await cost()
     quota = await limited(operator)
     async with transaction(engine) as session:
@@ -167,7 +162,6 @@ async def test_f31_the_page_costs_the_same_however_much_has_changed(operator: De
     page = await operator.client.get("/policy")
     assert page.text.count('<tr id="change-') == 50
     assert "Next page" in page.text
-    event.remove(engine.sync_engine, "before_cursor_execute", count)
 
 
 async def asked(deployed: Deployment) -> tuple[QuotaView, QuotaRequestView]:

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
-from sqlalchemy import event
 
 from controlplane.db import transaction
 from controlplane.quotas import price_service, request_service, service
@@ -17,6 +16,7 @@ from controlplane.quotas.views import GrantSpec, MoreSpec, QuotaRequestSpec, Quo
 from controlplane.slo import service as slo_service
 from controlplane.tenants.service import create_key, get_tenant
 from tests.controlplane.clients import Deployment, csrf_of
+from tests.controlplane.statements import counted_queries
 from tests.factories.rows import make_tenant
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -254,16 +254,10 @@ async def test_what_is_not_there_is_a_page_not_found(operator: Deployment) -> No
 async def test_f31_a_list_page_costs_the_same_however_long_it_is(operator: Deployment) -> None:
     quota = await made(operator)
     engine = operator.app.state.resources.engine
-    statements: list[str] = []
-    event.listen(
-        engine.sync_engine,
-        "before_cursor_execute",
-        lambda conn, cursor, statement, *rest: statements.append(statement),
-    )
 
     async def mine(path: str) -> int:
-        statements.clear()
-        assert (await operator.client.get(path)).status_code == 200
+        with counted_queries(engine) as statements:
+            assert (await operator.client.get(path)).status_code == 200
         tables = ("quota", "prices", "slos", "tenants")
         return len([each for each in statements if any(f"FROM {name}" in each for name in tables)])
 
