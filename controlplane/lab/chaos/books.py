@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from controlplane.admission.charges import Counter, Use, charges_for
+from controlplane.admission.charges import SIZES, Counter, Use, charges_for
 from controlplane.admission.leases import Leases
 from controlplane.db import create_engine
 from controlplane.gateway.quotas import TenantLimits
@@ -56,7 +56,8 @@ async def standings(settings: Settings) -> list[Standing]:
         found = []
         for quotas in tenants:
             windows = TenantLimits(quotas).windows(time.time())
-            for limit in quotas.limits:
+            counted = [limit for limit in quotas.limits if limit.kind not in SIZES]
+            for limit in counted:
                 (charge,) = charges_for(quotas.tenant_id, [limit], Use(requests=0), windows)
                 answer = await leases.standings(quotas.tenant_id, [charge])
                 if isinstance(answer, tuple):
