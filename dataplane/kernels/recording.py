@@ -32,7 +32,7 @@ def recordable(
     name = operation.__name__
 
     @wraps(operation)
-    def run_or_note(first: First, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
+    def run_or_note(first: First, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
         if isinstance(first, Symbol):
             return getattr(first.recorder, name)(first, *args, **kwargs)  # type: ignore[no-any-return]
         return operation(first, *args, **kwargs)

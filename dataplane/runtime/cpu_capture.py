@@ -255,4 +255,4 @@ def _columns_of(operation: Operation) -> list[tuple[str, Columns]]:
 
 def _placed(operation: Operation, starts: dict[int, int]) -> Operation:
     moved = {name: columns._replace(buffer=starts[columns.buffer]) for name, columns in _columns_of(operation)}
-    return replace(operation, **moved)
+    return replace(cast(Any, operation), **moved)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Programs recorded from every family: the same numbers as the eager model, in an arena whose columns are shared.
 
-That a `forward` runs on symbols at all, which offer no operation, shows that it is written with those of the seam alone.
+That a `forward` runs on symbols, which offer no operation at all, shows that it is written with those of the seam.
 """
 
 from __future__ import annotations
