@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from gguf.constants import GGMLQuantizationType
+
 from dataplane.errors import ConfigError
 from dataplane.kernels.cpu import build, packing
+from dataplane.kernels.cpu.gguf_blocks import FOUR_BITS
 from dataplane.kernels.packed import BLOCK, Format
-from dataplane.models.gguf_file import FLOAT_KINDS, GGUFFile
+from dataplane.models.gguf_file import FLOAT_KINDS, GGUFFile, TensorInfo
 from dataplane.models.gguf_names import hugging_face_name
 from dataplane.models.shape import ModelShape
 from dataplane.models.weight_format import WeightFormat, holds_blocks, packed_format
@@ -22,6 +25,8 @@ from dataplane.models.weight_format import WeightFormat, holds_blocks, packed_fo
 AUTO = "auto"
 STACKS = ((r"[qkv]_proj", "qkv_proj"), (r"(gate|up)_proj", "gate_up_proj"))
 """Checkpoint matrices that lie in one of the model's."""
+WITH_MINIMA = frozenset(GGMLQuantizationType[name] for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"))
+"""Block types whose numbers are scale · q + minimum with a minimum of their own."""
 
 
 class ForwardKind(enum.StrEnum):
@@ -70,13 +75,15 @@ def weight_bytes(path: Path, shape: ModelShape, execution: Execution) -> int:
         return shape.weight_bytes
     blocks = execution.weights is WeightFormat.BLOCKS
     matrices = _stored(path, shape) if blocks else _computed(shape, execution.weights)
-    return sum(packing.nbytes(kind, rows, columns) for kind, rows, columns in matrices)
+    return sum(packing.nbytes(matrix.format, matrix.rows, matrix.columns, minima=matrix.minima) for matrix in matrices)
 
 
 class Matrix(NamedTuple):
     format: Format
     rows: int
     columns: int
+    minima: bool | None = None
+    """Whether an INT8 matrix has any; None follows the format."""
 
 
 def _computed(shape: ModelShape, weights: WeightFormat) -> Iterator[Matrix]:
@@ -92,18 +99,21 @@ def _computed(shape: ModelShape, weights: WeightFormat) -> Iterator[Matrix]:
 
 def _stored(path: Path, shape: ModelShape) -> Iterator[Matrix]:
     """The matrices of a GGUF file in the formats of their blocks."""
-    stacks: dict[str, list[tuple[int, int, Format]]] = {}
+    stacks: dict[str, list[TensorInfo]] = {}
     for raw, info in GGUFFile.open(path).tensors.items():
         if len(info.shape) == 2:
             name = hugging_face_name(raw, shape.architecture)
             for pattern, stack in STACKS:
                 name = re.sub(pattern, stack, name)
-            kind = Format.FLOAT32 if info.kind in FLOAT_KINDS else packing.blocks_format([info.kind])
-            stacks.setdefault(name, []).append((*info.shape, kind))
+            stacks.setdefault(name, []).append(info)
     for parts in stacks.values():
-        kinds = {kind for _, _, kind in parts}
-        kind = kinds.pop() if len(kinds) == 1 else Format.FLOAT32 if Format.FLOAT32 in kinds else Format.INT8
-        yield Matrix(kind, sum(rows for rows, _, _ in parts), parts[0][1])
+        kinds, rows, columns = {part.kind for part in parts}, sum(part.shape[0] for part in parts), parts[0].shape[1]
+        if kinds & FLOAT_KINDS:
+            yield Matrix(Format.FLOAT32, rows, columns)
+        elif kinds <= FOUR_BITS:
+            yield Matrix(Format.UINT4, rows, columns)
+        else:
+            yield Matrix(Format.INT8, rows, columns, minima=bool(kinds & WITH_MINIMA))
 
 
 def _require_whole_blocks(shape: ModelShape, weights: str) -> None:
