@@ -118,7 +118,7 @@ def _compare(case: QualityCase, weights: WeightFormat, tokens: list[int]) -> dic
 
 
 def _config(case: QualityCase, forward: ForwardKind, weights: WeightFormat, length: int = 0) -> EngineConfig:
-    sizes = {"max_model_len": length, "num_blocks": -(-length // BLOCK_SIZE) + 2} if length else {}
+    sizes: dict[str, Any] = {"max_model_len": length, "num_blocks": -(-length // BLOCK_SIZE) + 2} if length else {}
     return EngineConfig.resolve(
         case.model,
         forward=forward,

@@ -80,7 +80,6 @@ class CapturedForward:
             tables=step.tables,
             starts=step.starts,
             counts=step.counts,
-            decodes=step.decodes,
         )
         return _CapturedStep(self, inputs)
 

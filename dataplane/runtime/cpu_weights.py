@@ -79,7 +79,7 @@ def _names(model: Model) -> dict[Tensor, list[str]]:
     for name, place in model.weights().items():
         # A place is a parameter, or a view of some of its rows.
         parameter = place if place._base is None else place._base
-        found.setdefault(parameter, []).append((place.storage_offset(), name))
+        found.setdefault(parameter, []).append((int(place.storage_offset()), name))
     return {parameter: [name for _, name in sorted(parts)] for parameter, parts in found.items()}
 
 

@@ -297,11 +297,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"forward": "eager"}, {"forward": "captured"}, {"weights": "int8"}, {"weights": "int4"}],
-    ids=["eager", "float32", "int8", "int4"],
-)
+@pytest.mark.parametrize("options", [{"forward": "eager"}, {"forward": "captured"}], ids=["eager", "captured"])
 def test_a_logit_that_is_no_number_ends_that_request_alone(overflowing: Path, options: dict[str, str]) -> None:
     """NaN enters with one embedding row: only the request that uses the token is harmed, and its KV is forgotten."""
     core = make(overflowing, num_blocks=5, max_model_len=64, **options)
@@ -317,6 +313,20 @@ def test_a_logit_that_is_no_number_ends_that_request_alone(overflowing: Path, op
         core.add(wire(f"reuse-{index}", list(range(3 + index, 23 + index)), max_tokens=3))
     assert {found[-1].finish for found in drain(core).values()} == {FinishReason.LENGTH}
     assert core.stats().gauges.blocks_used == 0
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_a_number_that_is_none_is_not_rounded_away(folder: Path, weights: str) -> None:
+    """What is no number stays that when activations are made integers: here it comes from a request's own keys."""
+    core = make(folder, weights=weights)
+    core.add(wire("bad", list(range(3, 15))))
+    core.step()
+    for keys in core._runner.store.keys:
+        keys[:, keys.abs().amax((0, 2)) > 0] = torch.nan
+    core.add(wire("good", [5] * 20))
+    outputs = drain(core)
+    assert outputs["bad"][-1].finish is FinishReason.ERROR
+    assert outputs["good"][-1].finish is FinishReason.LENGTH
 
 
 def test_a_core_whose_step_failed_does_not_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
