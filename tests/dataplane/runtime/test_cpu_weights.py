@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +12,11 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dataplane.config import ConfigError, EngineConfig
 from dataplane.errors import CheckpointError
 from dataplane.execution import Execution, ForwardKind, weight_bytes
 from dataplane.kernels.cpu.packing import unpack
 from dataplane.kernels.packed import Format
+from dataplane.models.gguf_file import GGUFFile
 from dataplane.models.loader import load_model, outline
 from dataplane.models.registry import Model
 from dataplane.models.shape import ModelShape
@@ -157,8 +156,6 @@ def test_a_weight_that_is_no_number_is_refused_by_name(
 def test_a_block_whose_scale_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_config(), kind=GGMLQuantizationType.Q4_0)
     data = bytearray(path.read_bytes())
-    from dataplane.models.gguf_file import GGUFFile
-
     at = GGUFFile.open(path).tensors["blk.1.ffn_up.weight"].offset
     data[at : at + 2] = np.float16("nan").tobytes()
     path.write_bytes(data)
@@ -178,28 +175,3 @@ def test_what_does_not_fit_is_refused_as_the_eager_loader_does(tmp_path: Path) -
         assert refused(folder, WeightFormat.INT8) == str(theirs.value)
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "0" / "model.safetensors")
     assert "layers and holds 1 tensors" in refused(tmp_path / "0", WeightFormat.FLOAT32)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"weights": "blocks"}, "weights=blocks keeps the blocks of a quantised GGUF file, and .* holds none"),
-        ({"weights": "int3"}, "weights must be one of auto, float32, blocks, int8, int4, got 'int3'"),
-        ({"forward": "fast"}, "forward must be one of auto, eager, captured, got 'fast'"),
-        ({"forward": "eager", "weights": "int8"}, "forward=eager multiplies in float32 only"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    tmp_path: Path, options: dict[str, Any], sentence: str
-) -> None:
-    folder = write_safetensors(tmp_path, tiny_config())
-    with pytest.raises(ConfigError, match=sentence):
-        EngineConfig.resolve(folder, num_blocks=33, **options)
-
-
-def test_sizes_that_blocks_do_not_divide_are_refused_for_made_formats_alone(tmp_path: Path) -> None:
-    folder = write_safetensors(tmp_path, tiny_config(intermediate_size=80))
-    for weights in ("int8", "int4"):
-        with pytest.raises(ConfigError, match=f"weights={weights} needs sizes that 32 divides; .* intermediate is 80"):
-            EngineConfig.resolve(folder, num_blocks=33, weights=weights)
-    assert EngineConfig.resolve(folder, num_blocks=33).weights is WeightFormat.FLOAT32
