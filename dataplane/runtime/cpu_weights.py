@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 from dataplane.errors import CheckpointError
 from dataplane.kernels.cpu.packing import pack_blocks, pack_float32, pack_int4, pack_int8
-from dataplane.kernels.packed import Packed
+from dataplane.kernels.packed import Format, Packed
 from dataplane.kernels.program import Floats
 from dataplane.models.loader import read
 from dataplane.models.registry import Model
 from dataplane.models.rope import RotaryEmbedding
 from dataplane.models.shape import ModelShape
 from dataplane.models.sources import Source
-from dataplane.models.weight_format import WeightFormat
+from dataplane.models.weight_format import WeightFormat, packed_format
+
+INT4_GROUP = 128
+"""Columns that share scale and minimum where four bits are made of floats."""
 
 
 class CpuWeights:
@@ -61,11 +64,13 @@ class CpuWeights:
             if len(parts) == len(names):
                 return pack_blocks(parts)
         values = self._read(names)
-        if self._weights is WeightFormat.INT8:
-            return pack_int8(values)
-        if self._weights is WeightFormat.INT4:
-            return pack_int4(values)
-        return pack_float32(values)
+        match packed_format(self._weights, names[0]):
+            case Format.INT8:
+                return pack_int8(values)
+            case Format.UINT4:
+                return pack_int4(values, INT4_GROUP)
+            case Format.FLOAT32:
+                return pack_float32(values)
 
     def _read(self, names: list[str]) -> Floats:
         """The weights `names` below each other."""

@@ -73,17 +73,19 @@ def test_batched_is_alone_to_the_last_bit(path: Path, weights: str) -> None:
     together.close()
 
 
-@pytest.mark.parametrize(("weights", "worst"), [("float32", 1e-4), ("blocks", 0.3), ("int8", 0.3), ("int4", 2.0)])
-def test_fewer_bits_are_near_what_float32_gives(path: Path, weights: str, worst: float) -> None:
-    """A coarse check that a format is the right weights at all; what it costs is the quality bench's to say."""
+@pytest.mark.parametrize(
+    ("weights", "correlation"), [("float32", 0.999999), ("blocks", 0.99), ("int8", 0.98), ("int4", 0.7)]
+)
+def test_fewer_bits_are_near_what_float32_gives(path: Path, weights: str, correlation: float) -> None:
+    """That a format is the right weights at all: random ones forgive little. The quality bench says what it costs."""
     ours, theirs = (
         run(runner, ["c", "d"], before=False)
         for runner in (runner_of(path, weights), runner_of(path, "float32", forward="eager"))
     )
     for name, expected in theirs.items():
         assert expected.std() > 0.5
-        assert (ours[name] - expected).abs().max() < worst
-        assert torch.corrcoef(torch.stack((ours[name].flatten(), expected.flatten())))[0, 1] > 0.95
+        both = torch.stack((ours[name].flatten(), expected.flatten()))
+        assert correlation < torch.corrcoef(both)[0, 1]
 
 
 def test_rows_may_be_asked_for_again_after_others(path: Path) -> None:
