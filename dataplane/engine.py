@@ -108,8 +108,11 @@ class EngineCore:
             eos_token_ids=list(shape.eos_token_ids),
             load_seconds=self._step_ended - started,
             device=config.device,
-            attention_backend=self._runner.attention.name,
-            weight_bytes=self._runner.weight_bytes,
+            attention_backend=self._runner.forward.facts.attention,
+            forward=self._runner.forward.facts.kind,
+            kernel_tier=self._runner.forward.facts.tier,
+            weights=self._runner.forward.facts.weights,
+            weight_bytes=self._runner.forward.facts.weight_bytes,
             kv_bytes=self._runner.store.nbytes,
             max_num_seqs=config.scheduler.max_num_seqs,
             reserves_max=self._room.reserves,
@@ -195,9 +198,10 @@ class EngineCore:
         return 0.0 if moment is None else max(0.0, moment - self._clock())
 
     def close(self) -> None:
-        """Finish the steps that were submitted and end the executor's thread."""
+        """Finish the steps that were submitted and end the executor's threads."""
         if isinstance(self._executor, StepThread):
             self._executor.close()
+        self._runner.close()
 
     def _submit(self) -> None:
         """Plan and submit steps until as many as may be are in flight, or nobody can run."""
@@ -275,6 +279,7 @@ class EngineCore:
         runtime.sample_s += seconds.sample
         runtime.post_s += post
         runtime.flops += shape.step_flops(plan.total_tokens, plan.pairs, len(plan.samples))
-        runtime.bytes += shape.step_bytes(plan.context, len(plan.samples))
+        runtime.bytes += self._runner.forward.facts.step_bytes(sampled=len(plan.samples))
+        runtime.bytes += shape.kv_bytes_per_token * float(plan.context)
         assert runtime.step_time is not None
         runtime.step_time.record(max(0.0, total))

@@ -53,7 +53,8 @@ class ReplicaCollector(Collector):
         config, ready = self._replica.config, self._replica.ready
         info = {"replica": config.replica, "pool": config.pool, "model": config.served_model}
         if ready is not None:
-            info |= {"device": ready.device, "attention_backend": ready.attention_backend}
+            info |= {"device": ready.device, "attention_backend": ready.attention_backend, "forward": ready.forward}
+            info |= {"kernel_tier": ready.kernel_tier, "weights": ready.weights}
         yield InfoMetricFamily(PREFIX, "What this replica serves", value=info)
 
     def _state(self) -> Iterable[Metric]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dataplane.api_error import ApiError
+from dataplane.protocol import CoreReady
 from dataplane.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
@@ -122,9 +123,11 @@ class Responder:
         return {**choice, "message": message}
 
 
-def model_body(model: str, created: int, max_model_len: int | None) -> dict[str, Any]:
-    """One entry of /v1/models; the context length is an extension of ours and vLLM's."""
+def model_body(model: str, created: int, ready: CoreReady | None) -> dict[str, Any]:
+    """One entry of /v1/models. The context length is an extension of ours and vLLM's; how it is run is ours."""
     body: dict[str, Any] = {"id": model, "object": "model", "created": created, "owned_by": "tidegate"}
-    if max_model_len is not None:
-        body["max_model_len"] = max_model_len
+    if ready is not None:
+        body["max_model_len"] = ready.max_model_len
+        told = {"forward": ready.forward, "kernel_tier": ready.kernel_tier, "weights": ready.weights}
+        body |= {name: value for name, value in told.items() if value}
     return body

@@ -228,6 +228,12 @@ class CoreReady(Message, tag="ready", frozen=True, kw_only=True):
     load_seconds: float = 0.0
     device: str = "cpu"
     attention_backend: str = ""
+    forward: str = ""
+    """eager or captured: how a step is run."""
+    kernel_tier: str = ""
+    """The instruction set of the engine's own kernels; empty where it has none in use."""
+    weights: str = ""
+    """The numbers that matrices are kept in."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     max_num_seqs: int = 0

@@ -102,9 +102,8 @@ class ReplicaApp:
         return 200, ("content-type", CONTENT_TYPE_LATEST), generate_latest(self._registry)
 
     def _described(self) -> dict[str, Any]:
-        ready = self._replica.ready
-        created = int(self._replica.started_at)
-        return model_body(self._replica.config.served_model, created, ready.max_model_len if ready else None)
+        replica = self._replica
+        return model_body(replica.config.served_model, int(replica.started_at), replica.ready)
 
     @staticmethod
     def _admit(admitted: bool) -> None:

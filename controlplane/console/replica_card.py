@@ -94,12 +94,13 @@ def _facts(view: ReplicaView) -> tuple[tuple[str, str], ...]:
     return (
         ("Device", ready.device),
         ("Attention", ready.attention_backend or presenters.NONE),
+        ("Forward", " on ".join(filter(None, (ready.forward, ready.kernel_tier))) or presenters.NONE),
         ("Context", f"{presenters.count(ready.max_model_len)} tokens"),
         (
             "KV pool",
             f"{presenters.count(ready.total_blocks)} × {ready.block_size} tokens",
         ),
         ("KV memory", presenters.size(ready.kv_bytes)),
-        ("Weights", presenters.size(ready.weight_bytes)),
+        ("Weights", f"{presenters.size(ready.weight_bytes)} {ready.weights}".rstrip()),
         ("Loaded in", f"{presenters.number(ready.load_seconds)} s"),
     )

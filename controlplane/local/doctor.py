@@ -46,12 +46,16 @@ ENGINE_PROBE = """
 import json
 import torch
 from dataplane.config import ConfigError, EngineConfig
+from dataplane.kernels.cpu import build
 from dataplane.runtime import attention
 found = {"torch": torch.__version__, "threads": torch.get_num_threads(), "devices": ["cpu"]}
 for index in range(torch.cuda.device_count()):
     found["devices"].append(f"cuda:{index} {torch.cuda.get_device_name(index)}")
+found["no_kernels"] = build.offer()
+found["tier"] = "" if found["no_kernels"] else build.tier()
 try:
     config = EngineConfig.resolve(MODEL)
+    found["forward"], found["weights"] = config.forward, config.weights
     found["device"], found["dtype"] = config.device, config.dtype
     found["model"] = str(config.model.path)
     found["blocks"], found["context"] = config.cache.num_blocks, config.model.max_model_len
@@ -143,6 +147,7 @@ def _engine() -> Iterator[Finding]:
     )
     chosen = f"; the engine uses {seen['device']} in {seen['dtype']}" if "device" in seen else ""
     yield Finding(subject="devices", found=", ".join(seen["devices"]) + chosen)
+    yield _kernels(seen)
     yield Finding(subject="attention backend", found=", ".join(seen["attention"]) or "none")
     if "model_error" in seen:
         yield Finding(
@@ -154,6 +159,19 @@ def _engine() -> Iterator[Finding]:
     else:
         room = f"{seen['blocks']} KV blocks, context {seen['context']} tokens"
         yield Finding(subject="demo model", found=f"{seen['model']}, {room}")
+
+
+def _kernels(seen: dict[str, Any]) -> Finding:
+    """Whether the engine's own kernels can be built here; without them it runs, several times slower."""
+    chosen = f"; {DEMO_MODEL} runs {seen['forward']} with {seen['weights']} weights" if "forward" in seen else ""
+    if seen["no_kernels"] is None:
+        return Finding(subject="CPU kernels", found=f"{seen['tier']}{chosen}")
+    return Finding(
+        subject="CPU kernels",
+        found=f"none{chosen}",
+        wrong=f"They cannot be used: {seen['no_kernels'].rstrip('.')}. The engine falls back to torch.",
+        remedy="Install a C++ compiler (on Debian: apt-get install g++), or name one in CXX.",
+    )
 
 
 def _packages() -> Finding:

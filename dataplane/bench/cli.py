@@ -96,6 +96,35 @@ def grammar(*, model: str, only: str, json_path: Path | None) -> None:
 
 
 @bench.command()
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option(
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What is scored.  [default: a text of prose and code that comes with the package]",
+)
+@click.option("--tokens", default=0, show_default=True, type=click.IntRange(0), help="Score the first so many; 0 all.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: the cores of this process]")
+@json_option
+def quality(*, model: str, text: Path | None, tokens: int, threads: int | None, json_path: Path | None) -> None:
+    """Measure what weights in fewer bits cost: perplexity, agreement and divergence against float32."""
+    from dataplane.bench.quality import QualityCase, run
+    from dataplane.bench.report import emit
+    from dataplane.errors import ConfigError
+    from dataplane.hardware.device import cores
+
+    def tell(part: str) -> None:
+        click.echo(f"{part} …", err=True)
+
+    try:
+        case = QualityCase(model, threads or cores(), tokens, text.read_text(encoding="utf-8") if text else "")
+        emit(run(case, tell), json_path)
+    except ConfigError as error:
+        refuse(str(error))
+    except (OSError, UnicodeDecodeError) as error:
+        refuse(f"cannot read the text: {error}")
+
+
+@bench.command()
 @click.option(
     "--trace",
     type=click.Path(exists=True, path_type=Path),

@@ -82,6 +82,7 @@ class EngineBench:
         per_request = -(-length // 16) + 1
         self.llm = LLM(
             model,
+            weights="float32",  # what the geometry's bytes are those of
             max_model_len=length,
             num_blocks=max(4 * per_request, 2 * max(BATCHES) * per_request) + 1,
             max_num_seqs=max(BATCHES),

@@ -3,8 +3,9 @@
 Layer: kernel. A model's `forward` calls these functions and `Attention.run`, and nothing else, so that what is behind
 them may be replaced, or a call recorded instead of run. A value is a matrix [T, width] of one step's T tokens (or of
 R sampled rows); its heads lie side by side in its columns. Parameters and tables are tensors that never change while
-a model serves. Every function returns a new value and leaves its arguments as they are; `split` gives ranges of
-columns that may share memory with what was split. FLOPs and bytes are those of one call.
+a model serves. A call with a symbol in place of its first value is recorded (`kernels.recording`). Every function
+returns a new value and leaves its arguments as they are; `split` gives ranges of columns that may share memory with
+what was split. FLOPs and bytes are those of one call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 from torch import Tensor
+
+from dataplane.kernels.recording import recordable
 
 
 class Attention(Protocol):
@@ -49,36 +52,43 @@ class Turn(NamedTuple):
     sin: Tensor
 
 
+@recordable
 def embed(ids: Tensor, table: Tensor) -> Tensor:
     """Rows `ids` [T] of a table [n, width] → [T, width]."""
     return F.embedding(ids, table)
 
 
+@recordable
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, i] · Wᵀ + b, W [o, i], b [o] → [T, o]. 2·T·i·o FLOPs; reads W once."""
     return F.linear(x, weight, bias)
 
 
+@recordable
 def split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Ranges of columns, as wide as `sizes` says, left to right; together they are all of x."""
     return torch.split_with_sizes(x, sizes, -1)
 
 
+@recordable
 def add(x: Tensor, y: Tensor) -> Tensor:
     """x + y, both [T, width]."""
     return x + y
 
 
+@recordable
 def scale(x: Tensor, factor: float) -> Tensor:
     """x · factor."""
     return x * factor
 
 
+@recordable
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap) (Gemma 2, §2): keeps values within ±cap."""
     return torch.tanh(x / cap) * cap
 
 
+@recordable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x · w / sqrt(mean(x²) + ε) (Zhang & Sennrich 2019), w [d].
 
@@ -91,17 +101,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.view(x.shape[0], -1, size), (size,), weight, eps).flatten(1)
 
 
+@recordable
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x − mean) / sqrt(var + ε) · w + b over the columns (Ba et al. 2016), w and b [width]."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+@recordable
 def turn(positions: Tensor, cos: Tensor, sin: Tensor) -> Turn:
     """The angles of tokens at `positions` [T], from tables of cos and sin [n, r] whose halves are alike."""
     first, second = F.embedding(positions, sin).unsqueeze(1).chunk(2, dim=-1)
     return Turn(F.embedding(positions, cos).unsqueeze(1), torch.cat((-first, second), dim=-1))
 
 
+@recordable
 def rotate(x: Tensor, by: Turn, head_dim: int) -> Tensor:
     """Turn the first r columns of each head of x [T, n · head_dim] (Su et al. 2021, §3.2).
 
@@ -118,18 +131,21 @@ def rotate(x: Tensor, by: Turn, head_dim: int) -> Tensor:
     return out.flatten(1)
 
 
+@recordable
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(g) · u for gate_up [T, 2 · n] = g ‖ u → [T, n] (SwiGLU, Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+@recordable
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(g) · u for gate_up [T, 2 · n] = g ‖ u → [T, n] (GeGLU, Shazeer 2020), gelu by its tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
+@recordable
 def gelu_tanh(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715·x³))) (Hendrycks & Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")

@@ -28,6 +28,8 @@ SUPPORTED = frozenset(
     GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
+FLOAT_KINDS = frozenset(GGMLQuantizationType[name] for name in ("F32", "F16", "BF16"))
+"""Types without blocks."""
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 """ggml's own bound."""
@@ -87,7 +89,7 @@ class _Cursor:
 
 
 class GGUFFile:
-    """An open GGUF file: `metadata` by key, `tensors` by name, `read` for one tensor in float32."""
+    """An open GGUF file: `metadata` by key, `tensors` by name, `read` and `raw` for one tensor."""
 
     def __init__(self, path: Path, data: mmap.mmap, metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
         self.path = path
@@ -125,13 +127,17 @@ class GGUFFile:
         _refuse_sharing(placed, path)
         return cls(path, data, metadata, {entry.name: entry for entry in placed})
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """Tensor `name`, dequantised to float32, in its row-major shape."""
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of tensor `name` as they lie in the file, [rows, bytes of a row]; not to be written to."""
         info = self.tensors[name]
         block, size = GGML_QUANT_SIZES[info.kind]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.nbytes, offset=info.offset)
-        rows = raw.reshape(-1, info.shape[-1] // block * size)
-        return np.asarray(dequantize(rows, info.kind), dtype=np.float32).reshape(info.shape)
+        return raw.reshape(-1, info.shape[-1] // block * size)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """Tensor `name`, dequantised to float32, in its row-major shape."""
+        info = self.tensors[name]
+        return np.asarray(dequantize(self.raw(name), info.kind), dtype=np.float32).reshape(info.shape)
 
 
 def _read_entry(cursor: _Cursor) -> TensorInfo:

@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dataplane.errors import CheckpointError
 from dataplane.models.registry import Model, build
 from dataplane.models.shape import ModelShape
-from dataplane.models.sources import open_source
+from dataplane.models.sources import Source, open_source
 
 NAMED_AT_MOST = 4
 
@@ -22,16 +23,43 @@ NAMED_AT_MOST = 4
 def load_model(path: Path, shape: ModelShape, *, positions: int, dtype: torch.dtype, device: torch.device) -> Model:
     """The network of `path`, weights in `dtype` on `device`, ready for inference.
 
-    Raises CheckpointError naming the tensors that are missing, left over or mis-shaped.
+    Raises CheckpointError naming the tensors that are missing, left over, mis-shaped or hold what is no number.
     """
     with ExitStack() as stack:
         source = open_source(path, shape, stack)
-        _check(source.shapes(), shape, positions, path.name)
+        outline(source, shape, positions, path.name)
         model = _build(shape, positions, dtype, device)
         for key, place in model.weights().items():
-            place.copy_(source.read(key))
+            place.copy_(read(source, key))
     model.eval()
     return model
+
+
+def outline(source: Source, shape: ModelShape, positions: int, name: str) -> Model:
+    """The network without memory for its weights. Raises CheckpointError unless `source` matches it one to one."""
+    found = source.shapes()
+    if shape.layers > len(found):
+        raise CheckpointError(f"{name} claims {shape.layers} layers and holds {len(found)} tensors")
+    model = _build(shape, positions, torch.float32, torch.device("meta"))
+    places = model.weights()
+    missing, extra = sorted(places.keys() - found.keys()), sorted(found.keys() - places.keys())
+    if missing:
+        raise CheckpointError(f"{name} lacks {_some(missing)}")
+    if extra:
+        raise CheckpointError(f"{name} holds tensors this architecture does not have: {_some(extra)}")
+    for key, place in places.items():
+        if found[key] != tuple(place.shape):
+            raise CheckpointError(f"{name}: {key} has the shape {found[key]}, expected {tuple(place.shape)}")
+    return model
+
+
+def read(source: Source, key: str) -> Tensor:
+    """One weight of `source`. Raises CheckpointError where it holds what is no number."""
+    values = source.read(key)
+    # One pass and no mask: a sum is finite where all that is summed is, unless it overflows.
+    if not torch.isfinite(values.sum(dtype=torch.float64)) and not torch.isfinite(values).all():
+        raise CheckpointError(f"{key} holds a number that is not finite")
+    return values
 
 
 def _build(shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device) -> Model:
@@ -42,21 +70,6 @@ def _build(shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.
             return build(shape, positions)
     finally:
         torch.set_default_dtype(before)
-
-
-def _check(found: dict[str, tuple[int, ...]], shape: ModelShape, positions: int, name: str) -> None:
-    """The checkpoint's tensors and the model's match one to one, before any memory is taken for them."""
-    if shape.layers > len(found):
-        raise CheckpointError(f"{name} claims {shape.layers} layers and holds {len(found)} tensors")
-    places = _build(shape, positions, torch.float32, torch.device("meta")).weights()
-    missing, extra = sorted(places.keys() - found.keys()), sorted(found.keys() - places.keys())
-    if missing:
-        raise CheckpointError(f"{name} lacks {_some(missing)}")
-    if extra:
-        raise CheckpointError(f"{name} holds tensors this architecture does not have: {_some(extra)}")
-    for key, place in places.items():
-        if found[key] != tuple(place.shape):
-            raise CheckpointError(f"{name}: {key} has the shape {found[key]}, expected {tuple(place.shape)}")
 
 
 def _some(names: list[str]) -> str:

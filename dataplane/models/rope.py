@@ -88,6 +88,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, shape: ModelShape, positions: int, *, local: bool = False) -> None:
         super().__init__()
+        self.local = local
         theta, scaling = shape.rope_theta, shape.rope_scaling
         if local:
             theta, scaling = shape.local_rope_theta or theta, None

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,13 +21,21 @@ from torch import Tensor
 from dataplane.errors import CheckpointError
 from dataplane.models.families import UNIT_OFFSET
 from dataplane.models.gguf_config import ROPE_TENSORS
-from dataplane.models.gguf_file import GGUFFile
+from dataplane.models.gguf_file import FLOAT_KINDS, GGUFFile
 from dataplane.models.gguf_names import hugging_face_name
 from dataplane.models.shape import ModelShape, read_json
 
+Number = TypeVar("Number", np.float32, np.uint8)
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 FUSED_QKV = "self_attn.qkv_proj."
 PARTS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+
+
+class Blocks(NamedTuple):
+    """Rows of quantised blocks, [rows, bytes of a row], and what kind they are."""
+
+    rows: NDArray[np.uint8]
+    kind: GGMLQuantizationType
 
 
 class Source(Protocol):
@@ -38,6 +47,9 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """One weight, in the float type of the checkpoint or float32."""
 
+    def blocks(self, name: str) -> Blocks | None:
+        """One weight's quantised blocks as they lie in the checkpoint; None where it is stored in floats."""
+
 
 def open_source(path: Path, shape: ModelShape, stack: ExitStack) -> Source:
     """The checkpoint at `path`, open until `stack` closes. Raises CheckpointError when it cannot be."""
@@ -45,7 +57,7 @@ def open_source(path: Path, shape: ModelShape, stack: ExitStack) -> Source:
 
 
 class GGUFSource:
-    """A GGUF file, dequantised to float32 tensor by tensor."""
+    """A GGUF file, dequantised to float32 tensor by tensor or given as it is."""
 
     def __init__(self, file: GGUFFile, shape: ModelShape) -> None:
         self._file = file
@@ -74,13 +86,22 @@ class GGUFSource:
 
     def read(self, name: str) -> Tensor:
         raw, rows = self._rows[name]
-        values = self._file.read(raw)[rows]
+        values = self._in_order(name, self._file.read(raw)[rows])
+        return torch.from_numpy(np.require(values, requirements="W"))
+
+    def blocks(self, name: str) -> Blocks | None:
+        raw, rows = self._rows[name]
+        kind = self._file.tensors[raw].kind
+        return None if kind in FLOAT_KINDS else Blocks(self._in_order(name, self._file.raw(raw)[rows]), kind)
+
+    def _in_order(self, name: str, rows: NDArray[Number]) -> NDArray[Number]:
+        """A weight's rows in Hugging Face's order. Blocks never reach over rows, so that they move with them."""
         if self._shape.architecture == "llama":
             if ".q_proj." in name:
-                values = unpermute(values, self._shape.heads)
-            elif ".k_proj." in name:
-                values = unpermute(values, self._shape.kv_heads)
-        return torch.from_numpy(np.require(values, requirements="W"))
+                return unpermute(rows, self._shape.heads)
+            if ".k_proj." in name:
+                return unpermute(rows, self._shape.kv_heads)
+        return rows
 
 
 class SafetensorsSource:
@@ -117,8 +138,11 @@ class SafetensorsSource:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor.float() + self._offset if self._offset and name.endswith("norm.weight") else tensor
 
+    def blocks(self, name: str) -> Blocks | None:
+        return None
 
-def unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+
+def unpermute(values: NDArray[Number], heads: int) -> NDArray[Number]:
     """Undo llama.cpp's row order of q and k, weights and biases: its pairs are (2i, 2i+1), ours (i, i + d/2)."""
     return values.reshape(heads, -1, 2, values[0].size).swapaxes(1, 2).reshape(values.shape)
 

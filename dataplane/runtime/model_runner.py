@@ -1,7 +1,7 @@
 """Runs planned steps of one model on one rank.
 
-Layer: kernel and runtime. It owns the network, the KV tensors and the request rows; it decides nothing about
-who runs. On the CPU a step is done when `submit` returns.
+Layer: kernel and runtime. It owns the KV tensors and the request rows; it decides nothing about
+who runs, and what computes a step is behind `Forward`. On the CPU a step is done when `submit` returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dataplane.config import EngineConfig
+from dataplane.config import EngineConfig, ForwardKind
 from dataplane.decoding.grammar import GrammarCompiler, GrammarError
 from dataplane.decoding.logprobs import ROWS_AT_ONCE, score
 from dataplane.decoding.sampler import NOT_FINITE, sample
@@ -21,7 +21,8 @@ from dataplane.memory.kv_store import KVStore
 from dataplane.models.loader import load_model
 from dataplane.protocol import TokenLogprob
 from dataplane.request import RequestError
-from dataplane.runtime.attention import AttentionBackend, TorchAttention
+from dataplane.runtime.attention import TorchAttention
+from dataplane.runtime.forward import EagerForward, Forward, PlannedStep
 from dataplane.runtime.input_batch import InputBatch, StepInput
 from dataplane.scheduling.connector import KVConnector
 from dataplane.scheduling.plan import Plan, StepResult, StepSeconds
@@ -48,29 +49,19 @@ class ModelRunner:
         connect: Callable[[KVStore], KVConnector] | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
-        shape = config.model.shape
         self._clock = clock
-        self.model = load_model(
-            config.model.path,
-            shape,
-            positions=config.model.max_model_len,
-            dtype=getattr(torch, config.dtype),
-            device=torch.device(config.device),
+        self.store = KVStore(
+            config.model.shape, config.cache.num_blocks, config.cache.block_size, config.cache.host_blocks
         )
-        self.store = KVStore(shape, config.cache.num_blocks, config.cache.block_size, config.cache.host_blocks)
+        self.forward = _forward(config, self.store)
         self.connector = connect(self.store) if connect else None
-        self.attention: AttentionBackend = TorchAttention(self.store, shape.heads)
         self.batch = InputBatch(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.cache.block_size, grammars
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, those shared between embedding and head counted once."""
-        storages = {
-            place.untyped_storage().data_ptr(): place.untyped_storage() for place in self.model.weights().values()
-        }
-        return sum(storage.nbytes() for storage in storages.values())
+    def close(self) -> None:
+        """No step may be submitted after it."""
+        self.forward.close()
 
     def submit(self, plan: Plan) -> DoneHandle:
         """Run one step."""
@@ -86,20 +77,27 @@ class ModelRunner:
         if not plan.tokens:
             return DoneHandle(StepResult({}))
         step = self.batch.gather(plan)
+        planned = self.forward.plan(step)
+        prepared = self._clock()
+        planned.run()
+        ran = self._clock()
+        result = StepResult({})
+        for request_id, refusal in refused.items():
+            _fail(result, request_id, refusal.message, refusal)
         with torch.inference_mode():
-            attention = self.attention.plan(step)
-            prepared = self._clock()
-            hidden = self.model(step.token_ids, step.positions, attention)
-            logits = self.model.logits(hidden[step.sample_at]).float() if step.sampled else None
+            if step.scored:
+                self._score_prompts(step, planned, result)
+            scored = self._clock()
+            logits = planned.logits(step.sample_at) if step.sampled else None
             forwarded = self._clock()
-            result = StepResult({})
-            for request_id, refusal in refused.items():
-                _fail(result, request_id, refusal.message, refusal)
-            self._score_prompts(step, hidden, result)
             if logits is not None:
                 self._sample(step, logits, result)
         sampled = self._clock()
-        seconds = StepSeconds(prepare=prepared - started, forward=forwarded - prepared, sample=sampled - forwarded)
+        seconds = StepSeconds(
+            prepare=prepared - started,
+            forward=(ran - prepared) + (forwarded - scored),
+            sample=(scored - ran) + (sampled - forwarded),
+        )
         return DoneHandle(replace(result, seconds=seconds))
 
     def _sample(self, step: StepInput, logits: Tensor, result: StepResult) -> None:
@@ -125,7 +123,7 @@ class ModelRunner:
                 {step.sampled[index]: [scored] for index, scored in zip(asked, scores, strict=True) if index not in bad}
             )
 
-    def _score_prompts(self, step: StepInput, hidden: Tensor, result: StepResult) -> None:
+    def _score_prompts(self, step: StepInput, planned: PlannedStep, result: StepResult) -> None:
         """Score the prompt tokens that follow this step's positions."""
         for span in step.scored:
             (row,) = self.batch.params([span.request_id])
@@ -133,11 +131,36 @@ class ModelRunner:
             scores: list[TokenLogprob | None] = [None] if span.first else []
             for at in range(0, len(span.targets), ROWS_AT_ONCE):
                 targets = span.targets[at : at + ROWS_AT_ONCE]
-                logits = self.model.logits(hidden[span.at + at : span.at + at + len(targets)]).float()
+                logits = planned.logits(torch.arange(span.at + at, span.at + at + len(targets)))
                 scores += score(logits, targets, [top] * len(targets))
             if not all(math.isfinite(scored.logprob) for scored in scores if scored is not None):
                 _fail(result, span.request_id, NOT_FINITE)
             result.prompt_logprobs[span.request_id] = scores
+
+
+def _forward(config: EngineConfig, store: KVStore) -> Forward:
+    model = config.model
+    if config.forward is ForwardKind.CAPTURED:
+        # Its kernels are compiled and loaded with the module.
+        from dataplane.runtime.captured_forward import CapturedForward
+
+        return CapturedForward.load(
+            model.path,
+            model.shape,
+            store,
+            weights=config.weights,
+            positions=model.max_model_len,
+            threads=config.threads,
+            tokens=config.scheduler.max_num_batched_tokens,
+        )
+    loaded = load_model(
+        model.path,
+        model.shape,
+        positions=model.max_model_len,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(config.device),
+    )
+    return EagerForward(loaded, TorchAttention(store, model.shape.heads))
 
 
 def _fail(result: StepResult, request_id: str, sentence: str, refusal: RequestError | None = None) -> None:

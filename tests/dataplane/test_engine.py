@@ -17,6 +17,7 @@ from dataplane.errors import IntegrityError
 from dataplane.protocol import BlockStored, EngineRequest, FinishReason, RequestOutput, SamplingParams
 from dataplane.request import RequestError
 from dataplane.scheduling.plan import Plan, StepResult
+from tests.factories.families import config_of, random_model
 from tests.factories.models import tiny_config, write_safetensors
 
 
@@ -50,15 +51,21 @@ def drain(core: EngineCore) -> dict[str, list[RequestOutput]]:
 
 
 def test_ready_says_what_was_built(folder: Path) -> None:
-    core = make(folder, boot_epoch=7)
+    core = make(folder, boot_epoch=7, forward="eager")
     assert core.ready.boot_epoch == 7
     assert (core.ready.total_blocks, core.ready.block_size, core.ready.max_model_len) == (64, 16, 512)
     assert core.ready.eos_token_ids == [2]
     assert core.ready.weight_bytes == sum(
-        tensor.nbytes for name, tensor in core._runner.model.weights().items() if name != "lm_head.weight"
+        tensor.nbytes
+        for name, tensor in core._runner.forward.model.weights().items()  # type: ignore[attr-defined]  # it is eager
+        if name != "lm_head.weight"
     )
     assert core.ready.kv_bytes == 65 * 16 * core.config.model.shape.kv_bytes_per_token
-    assert core.ready.attention_backend == "torch"
+    assert (core.ready.attention_backend, core.ready.forward, core.ready.weights) == ("torch", "eager", "float32")
+    captured = make(folder, forward="captured").ready
+    assert (captured.attention_backend, captured.forward, captured.weights) == ("cpu", "captured", "float32")
+    assert captured.kernel_tier
+    assert core.ready.weight_bytes <= captured.weight_bytes < 1.2 * core.ready.weight_bytes
 
 
 def test_outputs_come_token_by_token_and_finish_once(folder: Path) -> None:
@@ -279,13 +286,21 @@ def test_requests_without_a_seed_differ(folder: Path) -> None:
     assert len(made) == 4
 
 
-def test_a_logit_that_is_no_number_ends_that_request_alone(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma multiplies an embedding by √hidden: that of token 99 is a number that this makes infinite."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    model = random_model(config_of("gemma", tie_word_embeddings=False))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[99] = 3e38
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", [{"forward": "eager"}, {"forward": "captured"}], ids=["eager", "captured"])
+def test_a_logit_that_is_no_number_ends_that_request_alone(overflowing: Path, options: dict[str, str]) -> None:
     """NaN enters with one embedding row: only the request that uses the token is harmed, and its KV is forgotten."""
-    core = make(folder, num_blocks=5, max_model_len=64)
-    core._runner.model.weights()["model.embed_tokens.weight"][99].fill_(torch.nan)
-    # The tied head makes every row's logit of token 99 NaN; give that row a finite head.
-    head = core._runner.model.weights()["model.embed_tokens.weight"].clone().nan_to_num(0.0)
-    core._runner.model.head = torch.nn.Parameter(head, requires_grad=False)  # type: ignore[attr-defined]  # Llama has one
+    core = make(overflowing, num_blocks=5, max_model_len=64, **options)
     core.add(wire("bad", [99] * 20))
     core.add(wire("good", [5] * 20))
     outputs = drain(core)
@@ -298,6 +313,20 @@ def test_a_logit_that_is_no_number_ends_that_request_alone(folder: Path) -> None
         core.add(wire(f"reuse-{index}", list(range(3 + index, 23 + index)), max_tokens=3))
     assert {found[-1].finish for found in drain(core).values()} == {FinishReason.LENGTH}
     assert core.stats().gauges.blocks_used == 0
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_a_number_that_is_none_is_not_rounded_away(folder: Path, weights: str) -> None:
+    """What is no number stays that when activations are made integers: here it comes from a request's own keys."""
+    core = make(folder, weights=weights)
+    core.add(wire("bad", list(range(3, 15))))
+    core.step()
+    for keys in core._runner.store.keys:
+        keys[:, keys.abs().amax((0, 2)) > 0] = torch.nan
+    core.add(wire("good", [5] * 20))
+    outputs = drain(core)
+    assert outputs["bad"][-1].finish is FinishReason.ERROR
+    assert outputs["good"][-1].finish is FinishReason.LENGTH
 
 
 def test_a_core_whose_step_failed_does_not_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

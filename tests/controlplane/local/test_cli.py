@@ -210,10 +210,21 @@ def test_doctor_finds_this_machine_and_says_what_is_wrong(tmp_path: Path) -> Non
     assert "s3cret-canary" not in done.stdout
     assert found["torch"]["found"].startswith("2.")
     assert found["attention backend"]["found"] != "none"
+    assert found["CPU kernels"]["found"].endswith("; smollm2 runs captured with blocks weights")
+    assert not found["CPU kernels"]["wrong"]
     assert "cpu" in found["devices"]["found"]
     assert found["demo model"]["found"].split(",")[0].endswith(".gguf")
     assert binaries.program_version(binaries.valkey_server()) in found["Redis"]["found"]
     assert not found["Python"]["wrong"]
+
+
+def test_doctor_says_why_there_are_no_kernels(tmp_path: Path) -> None:
+    given = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = tidegate("doctor", "--json", "--home", tmp_path / "home", environment=given)
+    found = {finding["subject"]: finding for finding in json.loads(done.stdout)}["CPU kernels"]
+    assert found["found"] == "none; smollm2 runs eager with float32 weights"
+    assert "no C++ compiler was found (no-such-compiler)" in found["wrong"]
+    assert "apt-get install g++" in found["remedy"]
 
 
 def test_doctor_finds_a_damaged_file(tmp_path: Path) -> None:

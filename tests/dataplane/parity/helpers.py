@@ -19,15 +19,14 @@ def logits(runner: ModelRunner, tokens: list[int], chunk: int) -> torch.Tensor:
     """Logits of every position, computed `chunk` tokens a step in blocks that are not in order."""
     blocks = [9, 3, 12, 5, 1, 7][: -(-len(tokens) // 16)]
     rows = []
-    with torch.inference_mode():
-        for start in range(0, len(tokens), chunk):
-            count = min(chunk, len(tokens) - start)
-            new = NewRequest("a", tokens, len(tokens), SamplingParams(), 0, (), blocks, start)
-            plan = Plan(1, {"a": count}, frozenset(), new=(new,), dropped=("a",))
-            runner.batch.update(plan)
-            step = runner.batch.gather(plan)
-            hidden = runner.model(step.token_ids, step.positions, runner.attention.plan(step))
-            rows.append(runner.model.logits(hidden))
+    for start in range(0, len(tokens), chunk):
+        count = min(chunk, len(tokens) - start)
+        new = NewRequest("a", tokens, len(tokens), SamplingParams(), 0, (), blocks, start)
+        plan = Plan(1, {"a": count}, frozenset(), new=(new,), dropped=("a",))
+        runner.batch.update(plan)
+        planned = runner.forward.plan(runner.batch.gather(plan))
+        planned.run()
+        rows.append(planned.logits(torch.arange(count)).clone())
     return torch.cat(rows)
 
 

@@ -6,6 +6,7 @@ The models are tiny and random. Prompts are longer than the window where a famil
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return saved(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def runner_of(folder: Path, max_model_len: int | None = None) -> ModelRunner:
-    config = EngineConfig.resolve(folder, num_blocks=33, threads=1, max_model_len=max_model_len)
+def runner_of(folder: Path, max_model_len: int | None = None, forward: str = "auto") -> ModelRunner:
+    config = EngineConfig.resolve(folder, num_blocks=33, threads=1, max_model_len=max_model_len, forward=forward)
     return ModelRunner(config, lambda: 0.0)
 
 
@@ -51,27 +52,28 @@ def assert_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int]) 
     assert answer == expected.argmax(-1).tolist()
 
 
-def test_logits_agree_however_the_prompt_is_cut(pair: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("forward", ["eager", "captured"])
+def test_logits_agree_however_the_prompt_is_cut(pair: tuple[Path, PreTrainedModel], forward: str) -> None:
     folder, theirs = pair
     tokens = prompts()[-1]
     assert len(tokens) > 2 * WINDOW
-    expected, runner = reference_logits(theirs, tokens), runner_of(folder)
+    expected, runner = reference_logits(theirs, tokens), runner_of(folder, forward=forward)
     assert expected.std() > 0.5, "logits this flat would agree by accident"
     for chunk in (1, 7, 16, len(tokens)):
         torch.testing.assert_close(logits(runner, tokens, chunk), expected, rtol=0, atol=1e-4)
 
 
-def test_greedy_answers_are_those_of_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
+@pytest.mark.parametrize("forward", ["eager", "captured"])
+def test_greedy_answers_are_those_of_transformers(pair: tuple[Path, PreTrainedModel], forward: str) -> None:
     folder, theirs = pair
     chosen = prompts()[2:]
-    cold = EngineCore(EngineConfig.resolve(folder, num_blocks=200, threads=1, prefix_caching=False))
+    options: dict[str, Any] = {"num_blocks": 200, "threads": 1, "forward": forward}
+    cold = EngineCore(EngineConfig.resolve(folder, prefix_caching=False, **options))
     alone = [greedy(cold, [prompt])[0] for prompt in chosen]
     for prompt, answer in zip(chosen, alone, strict=True):
         assert_greedy(theirs, prompt, answer)
     assert greedy(cold, chosen) == alone
-    chunked = EngineCore(
-        EngineConfig.resolve(folder, num_blocks=200, threads=1, max_num_batched_tokens=8, long_prefill_threshold=7)
-    )
+    chunked = EngineCore(EngineConfig.resolve(folder, max_num_batched_tokens=8, long_prefill_threshold=7, **options))
     assert greedy(chunked, chosen) == alone
     assert greedy(chunked, chosen) == alone
     assert chunked.stats().counters.memory.prefix_hits > 0

@@ -43,9 +43,13 @@ FAMILIES = {
 
 
 def assert_logits(path: Path, theirs: PreTrainedModel, tokens: list[int]) -> None:
-    config = EngineConfig.resolve(path, num_blocks=33, threads=1, max_model_len=96)
-    runner = ModelRunner(config, lambda: 0.0)
-    torch.testing.assert_close(logits(runner, tokens, 37), reference_logits(theirs, tokens), rtol=0, atol=1e-4)
+    expected = reference_logits(theirs, tokens)
+    for forward in ("eager", "captured"):
+        config = EngineConfig.resolve(
+            path, num_blocks=33, threads=1, max_model_len=96, forward=forward, weights="float32"
+        )
+        runner = ModelRunner(config, lambda: 0.0)
+        torch.testing.assert_close(logits(runner, tokens, 37), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -60,10 +60,11 @@ def reference(model: PreTrainedModel, tokens: list[int], count: int = 12) -> lis
     return out[0, len(tokens) :].tolist()
 
 
+@pytest.mark.parametrize("forward", ["eager", "captured"])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 16, 90])
-def test_logits_agree_however_the_prompt_is_cut(pair: tuple[Path, PreTrainedModel], chunk: int) -> None:
+def test_logits_agree_however_the_prompt_is_cut(pair: tuple[Path, PreTrainedModel], chunk: int, forward: str) -> None:
     folder, theirs = pair
-    runner = ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1), lambda: 0.0)
+    runner = ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1, forward=forward), lambda: 0.0)
     tokens = prompts()[-1]
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0]

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, mode
 from transformers.utils import logging
 
 from dataplane.llm import LLM
+from dataplane.models.loader import load_model
 from dataplane.protocol import Grammar, GrammarKind, SamplingParams
 
 TIE = 1e-4
@@ -88,7 +89,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", threads=2)
+    return LLM("smollm2", threads=2, weights="float32")
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +164,9 @@ def assert_everything_is_free(llm: LLM) -> None:
 
 
 def test_the_weights_are_those_transformers_reads(llm: LLM, oracle: Oracle) -> None:
-    theirs = oracle.model.state_dict()
-    for name, ours in llm.core._runner.model.weights().items():
+    theirs, model = oracle.model.state_dict(), llm.config.model
+    loaded = load_model(model.path, model.shape, positions=8, dtype=torch.float32, device=torch.device("cpu"))
+    for name, ours in loaded.weights().items():
         assert torch.equal(ours, theirs[name]), name
 
 
@@ -258,7 +260,14 @@ def test_two_steps_in_flight_and_a_host_tier_change_no_token(llm: LLM, prompts: 
     params = [kinds[index % 3] for index in range(len(chosen))]
     expected = [completion.token_ids for completion in llm.generate(chosen, params)]
     tight = LLM(
-        "smollm2", threads=2, num_blocks=41, max_model_len=640, steps_in_flight=2, preemption="swap", host_blocks=128
+        "smollm2",
+        threads=2,
+        weights="float32",
+        num_blocks=41,
+        max_model_len=640,
+        steps_in_flight=2,
+        preemption="swap",
+        host_blocks=128,
     )
     for _ in range(2):
         assert [completion.token_ids for completion in tight.generate(chosen, params)] == expected

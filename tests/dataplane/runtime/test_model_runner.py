@@ -37,9 +37,10 @@ def expected(folder: Path) -> torch.Tensor:
         return torch.log_softmax(theirs(torch.tensor([PROMPT])).logits[0].double(), dim=-1)
 
 
-@pytest.fixture
-def runner(folder: Path) -> ModelRunner:
-    return ModelRunner(EngineConfig.resolve(folder, num_blocks=33, host_blocks=8, threads=1), lambda: 0.0)
+@pytest.fixture(params=["eager", "captured"])
+def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
+    config = EngineConfig.resolve(folder, num_blocks=33, host_blocks=8, threads=1, forward=request.param)
+    return ModelRunner(config, lambda: 0.0)
 
 
 def new(request_id: str, tokens: Sequence[int], blocks: list[int], computed: int = 0, **fields: Any) -> NewRequest:
@@ -181,11 +182,22 @@ def test_a_request_comes_back_from_host_memory_into_other_blocks(runner: ModelRu
     agrees(scored, expected[-1], result.tokens["a"][0], 0)
 
 
-def test_a_prompt_that_cannot_be_scored_is_an_error_of_that_request_alone(runner: ModelRunner) -> None:
-    runner.model.head = torch.nn.Parameter(runner.model.head.clone(), requires_grad=False)
-    runner.model.embedding[77] = float("nan")
+def poison(runner: ModelRunner) -> None:
+    """What token 77 is looked up as is no number from now on; the head stays as it was."""
+    model = runner.forward.model  # type: ignore[attr-defined]  # it is eager
+    model.head = torch.nn.Parameter(model.head.clone(), requires_grad=False)
+    model.embedding[77] = float("nan")
+
+
+@pytest.fixture
+def eager(folder: Path) -> ModelRunner:
+    return ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1, forward="eager"), lambda: 0.0)
+
+
+def test_a_prompt_that_cannot_be_scored_is_an_error_of_that_request_alone(eager: ModelRunner) -> None:
+    poison(eager)
     sick = new("a", [5, 77, 6, 7], [1], params={"prompt_logprobs": 1})
-    result = run(runner, {"a": 3, "b": 4}, frozenset("b"), new=(sick, new("b", [5, 6, 7, 8], [2])))
+    result = run(eager, {"a": 3, "b": 4}, frozenset("b"), new=(sick, new("b", [5, 6, 7, 8], [2])))
     assert result.errors == {"a": NOT_FINITE}
 
 
@@ -204,7 +216,7 @@ class Digits:
 
 @pytest.fixture
 def guided(folder: Path) -> ModelRunner:
-    config = EngineConfig.resolve(folder, num_blocks=33, threads=1)
+    config = EngineConfig.resolve(folder, num_blocks=33, threads=1, forward="eager")
     return ModelRunner(config, lambda: 0.0, GrammarCompiler(Digits, config.model.shape.vocab))
 
 
@@ -235,7 +247,7 @@ def test_an_output_that_its_grammar_does_not_take_up_again_is_an_error_of_that_r
 def test_a_failure_of_the_model_outweighs_what_the_request_is_at_fault_for(
     guided: ModelRunner, prompt_len: int, samples: str
 ) -> None:
-    guided.model.embedding[77] = float("nan")
+    poison(guided)
     sick = came_back("(1", [5, 77, 6, 7], prompt_len, prompt_logprobs=1)
     result = run(guided, {"a": 4}, frozenset(samples), new=(sick,))
     assert (result.errors, result.refusals) == ({"a": NOT_FINITE}, {})
@@ -246,7 +258,8 @@ def test_steps_in_a_thread_are_the_same_steps(folder: Path, runner: ModelRunner)
     plans = [Plan(1, {"a": 20}, frozenset("a"), new=(new("a", PROMPT[:20], [1, 2, 3]),))]
     plans += [Plan(step, {"a": 1}, frozenset("a"), running=(RunningRequest("a", [], 18 + step),)) for step in (2, 3, 4)]
     expected = [runner.submit(plan).result().tokens["a"] for plan in plans]
-    other = ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1), lambda: 0.0)
+    kind = runner.forward.facts.kind
+    other = ModelRunner(EngineConfig.resolve(folder, num_blocks=33, threads=1, forward=kind), lambda: 0.0)
     with closing(StepThread(other)) as thread:
         handles = [thread.submit(plan) for plan in plans]
         assert [handle.result().tokens["a"] for handle in handles] == expected
