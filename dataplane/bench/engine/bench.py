@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +43,9 @@ PEERS: Mapping[str, Prepare] = {
     vllm.NAME: vllm.prepare,
 }
 CORES = 2
+Ours = Callable[[Setting, Sequence[str], str], Launch]
+"""How our engine is started with flags, under a name."""
+US = "tidegate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Asked:
     flags: tuple[str, ...] = ()
     peer_format: str = ""
     environments: Path | None = None
+    ours: Ours = ours.prepare
     peers: Mapping[str, Prepare] = field(default_factory=lambda: PEERS)
 
 
@@ -130,19 +133,20 @@ class EngineBench:
                 outcome.report.tables.append(Table(f"Not measured: {why}", ("peer", "why"), rows))
 
     def _beside(self, name: str, setting: Setting) -> dict[str, dict[str, Any]]:
-        prepare = partial(ours.prepare, flags=self._asked.flags, name=SELF) if name == SELF else self._asked.peers[name]
-        theirs = prepare(setting)
-        mine = ours.prepare(setting, self._asked.flags)
+        theirs = self._ours(setting, SELF) if name == SELF else self._asked.peers[name](setting)
+        mine = self._ours(setting, US)
         measured = self._measure([mine, theirs], setting, name)
-        self._launches |= {"tidegate": mine, name: theirs}
+        self._launches |= {US: mine, name: theirs}
         return measured
 
     def _alone(self, setting: Setting, outcome: Outcome) -> None:
-        mine = ours.prepare(setting, self._asked.flags)
-        self._launches["tidegate"] = mine
+        mine = self._launches[US] = self._ours(setting, US)
         found = self._measure([mine], setting, "")
         outcome.report.results["ours"] = {**found, "setup": dict(mine.setup), "version": mine.version}
         outcome.report.tables.append(table_alone(found, f"tidegate {mine.version}: {_said(mine)}."))
+
+    def _ours(self, setting: Setting, name: str) -> Launch:
+        return self._asked.ours(setting, self._asked.flags, name)
 
     def _measure(self, launches: Sequence[Launch], setting: Setting, peer: str) -> dict[str, dict[str, Any]]:
         prompts = Prompts(load_tokenizer(self._path), self._asked.seed)
@@ -205,7 +209,7 @@ class EngineBench:
         )
 
     def _described(self, name: str) -> dict[str, Any]:
-        mine, theirs = self._launches["tidegate"], self._launches[name]
+        mine, theirs = self._launches[US], self._launches[name]
         return {
             "setup": {"ours": dict(mine.setup), "peer": dict(theirs.setup)},
             "version": {"ours": mine.version, "peer": theirs.version},
@@ -215,7 +219,7 @@ class EngineBench:
         lengths = "; ".join(f"{workload.name} {_lengths(workload.lengths)}" for workload in self._workloads)
         sides = "\n".join(
             f"{side} {launch.version}: {_said(launch)}."
-            for side, launch in (("tidegate", self._launches["tidegate"]), (name, self._launches[name]))
+            for side, launch in ((US, self._launches[US]), (name, self._launches[name]))
         )
         return f"{sides}\nTokens: {lengths}.\nRatios are medians of pairs, above 1 ours is better; intervals: {METHOD}."
 
