@@ -28,15 +28,20 @@ class Environments:
         self.folder = folder
         self.tell = tell
 
-    def python(self, name: str, requirements: Sequence[str]) -> Path:
-        """The interpreter of an environment that has `requirements`. Raises NotToBeHadError."""
+    def python(self, name: str, requirements: Sequence[str], *, without: Sequence[str] = ()) -> Path:
+        """The interpreter of an environment that has `requirements`, `without` some of their dependencies.
+
+        Raises NotToBeHadError.
+        """
         home = self.folder / name
         python = home / "bin" / "python"
         if not self.has(name, requirements):
             self.tell(f"installing {name} into an environment of its own (minutes)")
             run([sys.executable, "-m", "venv", "--clear", str(home)], f"make an environment for {name}")
-            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-            run([*pip, *requirements], f"install {name}")
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+            run([*pip, "install", "--quiet", *requirements], f"install {name}")
+            if without:
+                run([*pip, "uninstall", "--quiet", "--yes", *without], f"leave out {', '.join(without)}")
             self.finished(name, requirements)
         return python
 

