@@ -231,7 +231,10 @@ class EngineBench:
         return Progress(*columns, console=self._console, transient=not self._console.is_terminal)
 
     def _bar(self, progress: Progress, workload: Workload, peer: str) -> Callable[[], None]:
-        task = progress.add_task(f"{workload.name} {f'beside {peer}' if peer else 'alone'}", total=self._asked.pairs)
+        what = f"{workload.name} {f'beside {peer}' if peer else 'alone'}"
+        if not self._console.is_terminal:
+            self._tell(what)
+        task = progress.add_task(what, total=self._asked.pairs)
         return lambda: progress.advance(task)
 
     @contextmanager

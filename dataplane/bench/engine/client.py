@@ -82,7 +82,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[msgspec.Raw] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -180,7 +180,8 @@ class _Stream:
             except msgspec.DecodeError as error:
                 raise SideError(f"{self._name} sent what is no event of a completion: {error}") from None
             if event.error is not None:
-                raise SideError(f"{self._name} ended with an error: {bytes(event.error).decode()[:300]}")
+                said = event.error.get("message", event.error) if isinstance(event.error, dict) else event.error
+                raise SideError(f"{self._name} ended with an error: {str(said)[:300]}")
             if event.choices:
                 self._first = self._first or now
                 self._last = now

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from dataplane.bench.engine.client import Answer, Ask, Caller
+from dataplane.bench.engine.errors import SideError
 from dataplane.bench.engine.paired import quantile
 from dataplane.bench.engine.prompts import Prompts
 
@@ -69,6 +70,8 @@ class SingleStream:
 
     async def run(self, caller: Caller, plan: Plan) -> Figures:
         (answer,) = await caller.all(plan[0])
+        if answer.tpot <= 0:
+            raise SideError(f"{caller.endpoint.name} showed all of its tokens at once: it does not stream")
         return {"decode_tokens_per_s": 1 / answer.tpot, "ttft_s": answer.ttft}
 
 
@@ -172,7 +175,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """W5: Poisson arrivals at one request a second, and at half of what the batch of equal lengths showed to be
+    """W5: Poisson arrivals at a low rate (requests a second), and at half of what the batch of equal lengths showed to be
     possible: the slower side's half, for both, so that neither queue grows without end.
 
     `half_rate` is found out before the first pair (`at`). Its tail is the worst TTFT of `requests` where these are
@@ -183,13 +186,14 @@ class Arrivals:
     prompt: int
     output: int
     half_rate: float = 1.0
+    low_rate: float = 1.0
     name: str = "w5"
     figures: Mapping[str, Figure] = field(
         default_factory=lambda: {
             "half_ttft_p99_s": Figure("s", False),
             "half_tpot_median_s": Figure("s", False),
-            "one_ttft_p99_s": Figure("s", False),
-            "one_tpot_median_s": Figure("s", False),
+            "low_ttft_p99_s": Figure("s", False),
+            "low_tpot_median_s": Figure("s", False),
         }
     )
 
@@ -201,11 +205,11 @@ class Arrivals:
         return replace(self, half_rate=rate)
 
     def plan(self, prompts: Prompts) -> Plan:
-        return [self._arriving(prompts, rate) for rate in (self.half_rate, 1.0)]
+        return [self._arriving(prompts, rate) for rate in (self.half_rate, self.low_rate)]
 
     async def run(self, caller: Caller, plan: Plan) -> Figures:
         found: Figures = {}
-        for name, asks in zip(("half", "one"), plan, strict=True):
+        for name, asks in zip(("half", "low"), plan, strict=True):
             answers = await caller.all(asks)
             found[f"{name}_ttft_p99_s"] = quantile([answer.ttft for answer in answers], 0.99)
             found[f"{name}_tpot_median_s"] = median(answer.tpot for answer in answers)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
+TOKEN = {"choices": [{"index": 0, "text": "a"}], "usage": None}
 ROOT = Path(__file__).parents[4]
 
 
@@ -31,7 +32,8 @@ def environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--gap", type=float, default=0.0, help="seconds before each token")
+    parser.add_argument("--gap", type=float, default=0.002, help="seconds before each token")
+    parser.add_argument("--at-once", action="store_true", help="show all tokens as one piece")
     parser.add_argument("--short", type=int, default=0, help="tokens it stops early by")
     parser.add_argument("--misread", type=int, default=0, help="prompt tokens it counts too many")
     parser.add_argument("--cached", type=int, default=0, help="prompt tokens it claims to have had")
@@ -64,9 +66,11 @@ def main() -> None:
         for index in range(count):
             if served > options.die_after >= 0 and index == 1:
                 os._exit(7)
-            if options.gap:
+            if not options.at_once:
                 await asyncio.sleep(options.gap)
-            await _send(response, {"choices": [{"index": 0, "text": "a"}], "usage": None})
+                await _send(response, TOKEN)
+        if options.at_once:
+            await _send(response, TOKEN)
         if options.error_event:
             await _send(response, {"error": {"message": "out of blocks"}})
         prompt = body["prompt"]

@@ -25,6 +25,7 @@ from dataplane.bench.engine.bench import Asked, Outcome, run
 from dataplane.bench.engine.errors import BenchError, NotToBeHadError, SideError
 from dataplane.bench.engine.peers.setting import Prepare, Setting
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.engine.workloads import MAKERS, Arrivals
 from dataplane.bench.processes import tree
 from dataplane.bench.report import document_of
 from tests.dataplane.bench.engine.conftest import Start, launch_of
@@ -78,7 +79,9 @@ def measure(
     return run(asked, Console(file=io.StringIO()))
 
 
-def test_every_load_has_the_keys_that_are_documented(tiny: Path) -> None:
+def test_every_load_has_the_keys_that_are_documented(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(MAKERS, dict)
+    monkeypatch.setitem(MAKERS, "w5", lambda _: Arrivals(4, 16, 4, low_rate=20.0))
     outcome = measure(tiny, {"slow": peer("slow", "--gap", "0.02")}, only=(), own=("--gap", "0.005"))
     document = document_of(outcome.report)
     found = document["results"]["against"]["slow"]
@@ -94,6 +97,9 @@ def test_every_load_has_the_keys_that_are_documented(tiny: Path) -> None:
     assert found["w5"]["half_rate_per_s"] > 0
     assert found["w1"]["ours"] == pytest.approx(found["w1"]["ratio"] * found["w1"]["peer"], rel=0.2)
     assert found["setup"] == {"ours": {"dtype": "none"}, "peer": {"dtype": "none"}}
+    assert set(found["w5"]["figures"]) == {
+        f"{rate}_{what}" for rate in ("half", "low") for what in ("ttft_p99_s", "tpot_median_s")
+    }
     assert document["case"]["lengths"]["w1"] == {"requests": 1, "prompt": 64, "output": 32}
     assert len(document["results"]["case_sha256"]) == 64
     assert (outcome.missing, outcome.failed) == ({}, {})
@@ -153,6 +159,11 @@ def test_a_side_that_computes_out_of_turn_is_no_peer(start: Start, monkeypatch: 
     idle.settle()
     with pytest.raises(SideError, match="busy computes although it was asked for nothing"):
         busy.settle()
+
+
+def test_a_server_that_shows_everything_at_the_end_does_not_stream(tiny: Path) -> None:
+    outcome = measure(tiny, {"hoarder": peer("hoarder", "--at-once")})
+    assert outcome.failed["hoarder"] == "hoarder showed all of its tokens at once: it does not stream"
 
 
 def test_an_unknown_peer_is_refused_before_anything_starts(tiny: Path) -> None:
