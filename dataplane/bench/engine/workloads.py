@@ -175,11 +175,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """W5: Poisson arrivals at a low rate (requests a second), and at half of what the batch of equal lengths showed to be
-    possible: the slower side's half, for both, so that neither queue grows without end.
+    """W5: Poisson arrivals at a low rate, and at half of what the batch of equal lengths showed to be possible: the
+    slower side's half, for both, so that neither queue grows without end. Rates are requests a second.
 
-    `half_rate` is found out before the first pair (`at`). Its tail is the worst TTFT of `requests` where these are
-    fewer than a hundred.
+    `half_rate` is found out before the first pair (`at`). The tail of fewer than a hundred requests is the worst.
     """
 
     requests: int
