@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -90,7 +91,7 @@ class EngineBench:
     def run(self) -> Outcome:
         """Raises BenchError for what ends all of it: our own engine does not serve, or fails."""
         outcome = Outcome(Report("engine", {}, self._asked.seed))
-        with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as scratch, self._pinned():
+        with self._on_its_cores(), tempfile.TemporaryDirectory(prefix="tidegate-bench-") as scratch:
             kept = self._asked.environments
             environments = Environments((kept or Path(scratch) / "environments").absolute(), self._tell)
             environments.folder.mkdir(parents=True, exist_ok=True)
@@ -238,13 +239,15 @@ class EngineBench:
         return lambda: progress.advance(task)
 
     @contextmanager
-    def _pinned(self) -> Iterator[None]:
-        """The load runs on the servers' cores: both sides pay for it alike."""
-        before = os.sched_getaffinity(0)
+    def _on_its_cores(self) -> Iterator[None]:
+        """The load runs on the servers' cores: both sides pay for it alike. SIGTERM is Ctrl-C meanwhile."""
+        before, handler = os.sched_getaffinity(0), signal.getsignal(signal.SIGTERM)
         os.sched_setaffinity(0, self._cores)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
             yield
         finally:
+            signal.signal(signal.SIGTERM, handler)
             os.sched_setaffinity(0, before)
 
 

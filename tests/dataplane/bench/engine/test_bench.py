@@ -184,7 +184,8 @@ run(Asked(model=model, only=("w1",), against=["peer"], quick=True, ours=ours(*fl
 """
 
 
-def test_ctrl_c_stops_the_servers_and_removes_what_was_made(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_the_servers_and_removes_what_was_made(tiny: Path, tmp_path: Path, number: signal.Signals) -> None:
     diary, scratch = tmp_path / "diary", tmp_path / "scratch"
     os.mkfifo(diary)
     scratch.mkdir()
@@ -199,7 +200,7 @@ def test_ctrl_c_stops_the_servers_and_removes_what_was_made(tiny: Path, tmp_path
         started = tree(process.pid)[1:]
         assert len(started) >= 2, "both servers run"
         assert list(scratch.iterdir())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in said
     assert [pid for pid in started if tree(pid)] == []
