@@ -68,7 +68,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Outcome:
-    """The report, and which peers are missing or failed, with why."""
+    """The report, and which peers are missing, or failed under some load, with why."""
 
     report: Report
     missing: dict[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Outcome:
 
 class EngineBench:
     """One run. `results`: `case_sha256`, `method`; without peers `ours` by load, else `against.<peer>` by load (see
-    `findings.compared`) with `setup` and `version` of both sides, or `missing` or `failed` with why."""
+    `findings.compared`) with `setup` and `version` of both sides; `failed` instead of a load's figures, `missing` instead of a peer's."""
 
     def __init__(self, asked: Asked, console: Console) -> None:
         self._asked = asked
@@ -121,12 +121,14 @@ class EngineBench:
             except NotToBeHadError as error:
                 outcome.missing[name] = str(error)
                 results[name] = {"missing": str(error)}
-            except SideError as error:
-                outcome.failed[name] = str(error)
-                results[name] = {"failed": str(error)}
             else:
                 results[name] = {**found, **self._described(name)}
-                outcome.report.tables.append(table_of(name, found, self._note(name)))
+                failed = {load: result["failed"] for load, result in found.items() if "failed" in result}
+                if failed:
+                    outcome.failed[name] = "; ".join(f"{load}: {why}" for load, why in failed.items())
+                measured = {load: result for load, result in found.items() if load not in failed}
+                if measured:
+                    outcome.report.tables.append(table_of(name, measured, self._note(name)))
         outcome.report.results["against"] = results
         for why, peers in (("cannot be had", outcome.missing), ("failed", outcome.failed)):
             rows = tuple((name, sentence) for name, sentence in peers.items())
@@ -170,10 +172,17 @@ class EngineBench:
             progress = stack.enter_context(self._progress())
             for asked in self._workloads:
                 workload, pairs = asked, self._asked.pairs
-                if isinstance(workload, Arrivals):
-                    capacity = capacity or _capacity(equal, await turns.take(equal, 1, lambda: None))
-                    workload = workload.at(capacity / 2)
-                measured = await turns.take(workload, pairs, self._bar(progress, workload, peer))
+                try:
+                    if isinstance(workload, Arrivals):
+                        capacity = capacity or _capacity(equal, await turns.take(equal, 1, lambda: None))
+                        workload = workload.at(capacity / 2)
+                    measured = await turns.take(workload, pairs, self._bar(progress, workload, peer))
+                except SideError as error:
+                    if not peer:
+                        raise
+                    # What was measured before stands, and what comes next may go better.
+                    found[workload.name] = {"failed": str(error)}
+                    continue
                 found[workload.name] = conclude(workload, measured)
                 if isinstance(workload, Arrivals):
                     found[workload.name]["half_rate_per_s"] = workload.half_rate

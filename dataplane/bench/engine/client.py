@@ -98,7 +98,8 @@ class Caller:
     async def __aenter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.endpoint.token}"} if self.endpoint.token else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # Servers close idle connections after a time of their own: a request on one of those would be lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=READ_S),
             headers=headers,
         )

@@ -49,6 +49,6 @@ def ours_in(results: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     return {
         (load, name): figure["ours"]
         for load, result in loads.items()
-        if load in TITLES
+        if load in TITLES and "figures" in result
         for name, figure in result["figures"].items()
     }

@@ -85,7 +85,7 @@ def main() -> None:
         return response
 
     app.add_routes([web.get("/health", health), web.post("/v1/completions", complete)])
-    web.run_app(app, host="127.0.0.1", port=options.port, print=None)
+    web.run_app(app, host="127.0.0.1", port=options.port, print=None, shutdown_timeout=0.1)
 
 
 async def _send(response: web.StreamResponse, event: dict[str, object]) -> None:

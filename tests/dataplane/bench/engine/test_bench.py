@@ -82,7 +82,7 @@ def measure(
 def test_every_load_has_the_keys_that_are_documented(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(MAKERS, dict)
     monkeypatch.setitem(MAKERS, "w5", lambda _: Arrivals(4, 16, 4, low_rate=20.0))
-    outcome = measure(tiny, {"slow": peer("slow", "--gap", "0.02")}, only=(), own=("--gap", "0.005"))
+    outcome = measure(tiny, {"slow": peer("slow", "--gap", "0.01")}, only=(), pairs=1)
     document = document_of(outcome.report)
     found = document["results"]["against"]["slow"]
     assert set(found) == {"w1", "w2", "w3_equal", "w3_mixed", "w4", "w5", "setup", "version"}
@@ -92,10 +92,10 @@ def test_every_load_has_the_keys_that_are_documented(tiny: Path, monkeypatch: py
         assert {"ours", "peer", "ratio", "ratio_lower", "figures", "order", "idle_share"} <= set(result)
         assert result["unit"] == unit
         assert result["ratio"] > 1.2, f"ours is quicker in {load}"
-        assert result["ratio_lower"] is None, "two pairs have no interval"
+        assert result["ratio_lower"] is None, "one pair has no interval"
     assert found["w4"]["figures"]["warm_over_cold"]["ours"] == pytest.approx(1.0, abs=0.9)
     assert found["w5"]["half_rate_per_s"] > 0
-    assert found["w1"]["ours"] == pytest.approx(found["w1"]["ratio"] * found["w1"]["peer"], rel=0.2)
+    assert found["w1"]["ours"] == pytest.approx(found["w1"]["ratio"] * found["w1"]["peer"])
     assert found["setup"] == {"ours": {"dtype": "none"}, "peer": {"dtype": "none"}}
     assert set(found["w5"]["figures"]) == {
         f"{rate}_{what}" for rate in ("half", "low") for what in ("ttft_p99_s", "tpot_median_s")
@@ -119,7 +119,7 @@ def test_sides_take_turns_and_get_the_same_tokens_once(tiny: Path, tmp_path: Pat
 
 
 def test_the_control_is_ours_beside_ours(tiny: Path) -> None:
-    outcome = measure(tiny, {}, own=("--gap", "0.005"), pairs=7, against=["self"])
+    outcome = measure(tiny, {}, pairs=7, against=["self"])
     found = outcome.report.results["against"]["self"]["w1"]
     assert found["ratio_lower"] < found["ratio"] < found["ratio_upper"]
     assert 0.6 < found["ratio"] < 1.6, "no gain"
@@ -144,13 +144,22 @@ def test_a_peer_that_fails_or_is_missing_is_said_and_the_others_go_on(tiny: Path
     outcome = measure(tiny, peers)
     assert outcome.missing["nowhere"] == "cannot install nowhere: no such package"
     assert "broken ended when it was started" in outcome.missing["broken"]
-    assert outcome.failed["early"] == "early made 29 tokens where 32 were asked for"
-    assert outcome.failed["mortal"].startswith("mortal ended with 7 while it was measured")
+    assert outcome.failed["early"] == "w1: early made 29 tokens where 32 were asked for"
+    assert outcome.failed["mortal"].startswith("w1: mortal ended with 7 while it was measured")
     results = outcome.report.results["against"]
-    assert results["early"] == {"failed": outcome.failed["early"]}
+    assert results["early"]["w1"] == {"failed": "early made 29 tokens where 32 were asked for"}
     assert results["nowhere"] == {"missing": outcome.missing["nowhere"]}
     assert results["good"]["w1"]["ratio"] > 0
-    assert {"tidegate", "good"} == set(outcome.report.case["flags"])
+    assert {"tidegate", "good"} <= set(outcome.report.case["flags"])
+
+
+def test_a_load_that_fails_leaves_the_others_figures(tiny: Path) -> None:
+    outcome = measure(tiny, {"mortal": peer("mortal", "--die-after", "3")}, only=("w1", "w2"), pairs=2)
+    found = outcome.report.results["against"]["mortal"]
+    assert found["w1"]["ratio"] > 0
+    assert set(found["w2"]) == {"failed"}
+    assert outcome.failed["mortal"].startswith("w2: mortal ")
+    assert [table.title for table in outcome.report.tables] == ["Beside mortal", "Not measured: failed"]
 
 
 def test_a_side_that_computes_out_of_turn_is_no_peer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +172,7 @@ def test_a_side_that_computes_out_of_turn_is_no_peer(start: Start, monkeypatch: 
 
 def test_a_server_that_shows_everything_at_the_end_does_not_stream(tiny: Path) -> None:
     outcome = measure(tiny, {"hoarder": peer("hoarder", "--at-once")})
-    assert outcome.failed["hoarder"] == "hoarder showed all of its tokens at once: it does not stream"
+    assert outcome.failed["hoarder"] == "w1: hoarder showed all of its tokens at once: it does not stream"
 
 
 def test_an_unknown_peer_is_refused_before_anything_starts(tiny: Path) -> None:
