@@ -77,7 +77,9 @@ class Outcome:
 
 class EngineBench:
     """One run. `results`: `case_sha256`, `method`; without peers `ours` by load, else `against.<peer>` by load (see
-    `findings.compared`) with `setup` and `version` of both sides; `failed` instead of a load's figures, `missing` instead of a peer's."""
+    `findings.compared`) with `setup` and `version` of both sides. A load that a side fails under has `failed`, a peer
+    that cannot be had `missing`, with why.
+    """
 
     def __init__(self, asked: Asked, console: Console) -> None:
         self._asked = asked

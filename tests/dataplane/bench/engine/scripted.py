@@ -64,7 +64,7 @@ def main() -> None:
         await response.prepare(request)
         count = body["max_tokens"] - options.short
         for index in range(count):
-            if served > options.die_after >= 0 and index == 1:
+            if served > options.die_after >= 0 and index == min(1, count - 1):
                 os._exit(7)
             if not options.at_once:
                 await asyncio.sleep(options.gap)
