@@ -12,7 +12,10 @@ from typing import NoReturn
 
 import click
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_MISSING = 10
+EXIT_INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,6 +79,122 @@ def roofline(
         emit(run(case, tables), json_path)
     except ConfigError as error:
         refuse(str(error))
+
+
+LOADS = ("w1", "w2", "w3_equal", "w3_mixed", "w4", "w5")
+PEER_FORMATS = ("shipped", "f32", "f16", "q8_0", "q4_0", "q4_1")
+ENGINE_EXITS = """
+\b
+Exit codes:
+    0  measured
+    1  a server failed while it was measured; another peer's figures stand
+    2  a flag is wrong, or the result to compare with is of another case
+   10  a peer cannot be had; the others were measured
+  130  interrupted; everything that was started has been stopped
+"""
+
+
+@bench.command(epilog=ENGINE_EXITS)
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--only", default="", metavar="LOADS", help=f"Some of {','.join(LOADS)}, by commas.  [default: all]")
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(["transformers", "llama.cpp", "vllm", "self"]),
+    help="Install this peer and take turns with it; may be given several times. `self` is the control: ratio 1.",
+)
+@click.option("--pairs", default=10, show_default=True, type=click.IntRange(1), help="Turns of each side.")
+@click.option("--peer-format", type=click.Choice(PEER_FORMATS), help="Weights of llama.cpp.  [default: q4_0]")
+@click.option("--forward", help="Handed to our engine: how it runs a step.")
+@click.option("--weights", help="Handed to our engine: how it keeps its weights.")
+@click.option("--ours-flag", "ours_flags", multiple=True, metavar="FLAG", help="Any flag of `tidegate engine serve`.")
+@click.option(
+    "--keep-env",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder that keeps what --against installs, for the next run.  [default: thrown away]",
+)
+@click.option(
+    "--compare",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Earlier result to compare ours with; refused unless only --knob differs.",
+)
+@click.option("--knob", default="", help="The one part of the case that was turned, such as flags.tidegate.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the prompts, lengths and arrivals.")
+@click.option("--quick", is_flag=True, help="Small loads: the directions stay, the figures are rough.")
+@json_option
+def engine(
+    *,
+    model: str,
+    only: str,
+    against: tuple[str, ...],
+    pairs: int,
+    peer_format: str | None,
+    forward: str | None,
+    weights: str | None,
+    ours_flags: tuple[str, ...],
+    keep_env: Path | None,
+    compare: Path | None,
+    knob: str,
+    seed: int,
+    quick: bool,
+    json_path: Path | None,
+) -> None:
+    """Measure the engine over HTTP on two cores, alone or in turns with peers on the same machine.
+
+    W1 one stream, W2 prefill, W3 batches, W4 shared prefixes, W5 Poisson arrivals. Both sides get the same tokens and
+    make as many as they are asked for.
+    """
+    from rich.console import Console
+
+    from dataplane.bench.engine.bench import Asked, run
+    from dataplane.bench.engine.compare import compare_with
+    from dataplane.bench.engine.errors import BenchError, CaseError
+    from dataplane.bench.engine.peers.ours import flags_of
+    from dataplane.bench.report import emit
+    from dataplane.errors import ConfigError
+
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in LOADS]:
+        refuse(f"there is no load {unknown[0]}; there are {', '.join(LOADS)}")
+    if peer_format and "llama.cpp" not in against:
+        refuse("--peer-format needs --against llama.cpp")
+    try:
+        flags = flags_of({"--forward": forward, "--weights": weights}, ours_flags)
+    except BenchError as error:
+        refuse(str(error))
+    asked = Asked(
+        model=model,
+        only=names,
+        against=against,
+        pairs=pairs,
+        quick=quick,
+        seed=seed,
+        flags=flags,
+        peer_format=peer_format or "",
+        environments=keep_env,
+    )
+    try:
+        outcome = run(asked, Console(stderr=True, highlight=False))
+    except ConfigError as error:
+        refuse(str(error))
+    except BenchError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    refused = ""
+    if compare is not None:
+        try:
+            outcome.report.tables.append(compare_with(compare, outcome.report, knob))
+        except CaseError as error:
+            refused = str(error)
+    emit(outcome.report, json_path)
+    if refused:
+        refuse(refused)
+    for name, why in {**outcome.missing, **outcome.failed}.items():
+        click.echo(f"Error: {name}: {why}", err=True)
+    if outcome.failed or outcome.missing:
+        sys.exit(EXIT_FAILED if outcome.failed else EXIT_MISSING)
 
 
 @bench.command()

@@ -22,7 +22,7 @@ from typing import Self
 from rich.console import Console
 
 from controlplane.lab.bench import plain_relay, requests
-from controlplane.lab.bench.processes import Cores, choose_cores, pin
+from controlplane.lab.bench.cores import Cores, choose_cores
 from controlplane.lab.bench.requests import Target
 from controlplane.local.child import Child, spawn
 from controlplane.local.display import Display
@@ -35,6 +35,7 @@ from controlplane.local.valkey import EmbeddedValkey
 from controlplane.quotas.schemas import QuotaKind
 from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
+from dataplane.bench.processes import pin
 
 TENANT = "bench"
 LEASE_DEADLINE_MS = 2000

@@ -7,9 +7,9 @@ which pools, caches and the allocator fill.
 from __future__ import annotations
 
 from controlplane.lab.bench.case import Bench, whole
-from controlplane.lab.bench.processes import resident_bytes
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.throughput import load
+from dataplane.bench.processes import resident_bytes
 
 REQUESTS = 100_000
 QUICK_REQUESTS = 6_000

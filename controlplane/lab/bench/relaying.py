@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from controlplane.lab.bench import streams
 from controlplane.lab.bench.case import STREAM_TOKENS, Bench, times, whole
-from controlplane.lab.bench.processes import cpu_seconds
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.requests import Target
 from controlplane.lab.bench.rounds import Rounds
+from dataplane.bench.processes import cpu_seconds
 
 STREAMS = (16, 64)
 

@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from controlplane.lab.bench.deployment import Deployment, post
-from controlplane.lab.bench.processes import pin
 from controlplane.lab.bench.requests import Target, body
 from controlplane.local.child import Child, spawn
 from controlplane.local.logs import last_line
 from controlplane.local.ports import free_ports
+from dataplane.bench.processes import pin
 
 INSTALL_S = 1200.0
 READY_S = 180.0

@@ -12,10 +12,10 @@ import statistics
 from controlplane.lab.bench import requests, wrk
 from controlplane.lab.bench.case import TOKENS, Bench, ms, ratio, times, whole
 from controlplane.lab.bench.closed import LoadError
-from controlplane.lab.bench.processes import cpu_seconds
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.requests import Target
 from controlplane.lab.bench.rounds import Rounds
+from dataplane.bench.processes import cpu_seconds
 
 CONNECTIONS = (16, 64)
 COLUMNS = (

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from controlplane.lab.bench import requests
 from controlplane.lab.bench.deployment import OURS, Watching, post
-from controlplane.lab.bench.processes import tree
 from controlplane.lab.bench.requests import Target
 from controlplane.lab.chaos.engine import read_records
 from controlplane.local.errors import ExitCode, LocalError
@@ -31,6 +30,7 @@ from controlplane.local.process import ProcessSpec, ProcessUnit, Unit, answers_o
 from controlplane.local.stack import TIDEGATE, Options, Ports, Stack, model_names
 from controlplane.settings import Secret, Settings
 from controlplane.tenants.admin_client import AdminClient
+from dataplane.bench.processes import tree
 from dataplane.protocol import UsageRecord
 
 LEASE_TTL_S = 6.0

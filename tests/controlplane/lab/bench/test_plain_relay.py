@@ -14,8 +14,8 @@ import pytest
 from controlplane.lab.bench import plain_relay
 from controlplane.lab.bench.deployment import post
 from controlplane.lab.bench.engine import MAX_BODY, RECEIPT
-from controlplane.lab.bench.processes import tree
 from controlplane.lab.bench.requests import Target, body
+from dataplane.bench.processes import tree
 from tests.controlplane.lab.bench.conftest import MODEL, FakeEngine
 from tests.controlplane.lab.bench.exchanges import chunks, complete, exchange
 from tests.controlplane.local.processes import is_alive, python, read_line, wait_until

@@ -1,6 +1,6 @@
 """A process and its children from outside: which cores they run on, what CPU time they took, what memory they hold.
 
-Layer: service. Reads /proc and sets affinities; it starts and ends nothing.
+Layer: service. Torch-free. Reads /proc and sets affinities; it starts and ends nothing.
 """
 
 from __future__ import annotations
@@ -9,30 +9,10 @@ import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
-
-from controlplane.local.errors import ExitCode, LocalError
 
 PROC = Path("/proc")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-class Cores(NamedTuple):
-    """Who runs where. `rest` are stores, control plane and worker: with two cores, the load's."""
-
-    gateway: int
-    load: int
-    rest: frozenset[int]
-
-
-def choose_cores(available: Collection[int]) -> Cores:
-    """Raises LocalError when there are fewer than two."""
-    cores = sorted(available)
-    if len(cores) < 2:
-        raise LocalError("the bench needs two CPU cores, one of them for the gateway alone", ExitCode.FAILED)
-    gateway, load, *others = reversed(cores)
-    return Cores(gateway, load, frozenset(others or [load]))
 
 
 def tree(pid: int) -> list[int]:

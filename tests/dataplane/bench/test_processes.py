@@ -6,10 +6,7 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-from controlplane.lab.bench.processes import Cores, choose_cores, cpu_seconds, pin, resident_bytes, tree
-from controlplane.local.errors import LocalError
+from dataplane.bench.processes import cpu_seconds, pin, resident_bytes, tree
 
 PARENT = """
 import subprocess, sys
@@ -17,13 +14,6 @@ code = "import time; held = b'x' * (30 << 20); print(1, flush=True); time.sleep(
 child = subprocess.Popen([sys.executable, "-c", code])
 child.wait()
 """
-
-
-def test_the_gateway_and_the_load_have_cores_of_their_own() -> None:
-    assert choose_cores({0, 1}) == Cores(gateway=1, load=0, rest=frozenset({0}))
-    assert choose_cores({2, 4, 6, 8}) == Cores(gateway=8, load=6, rest=frozenset({2, 4}))
-    with pytest.raises(LocalError, match="two CPU cores"):
-        choose_cores({3})
 
 
 def test_a_tree_is_measured_and_pinned_whole() -> None:
