@@ -208,4 +208,4 @@ def _together(commands: list[list[str]]) -> None:
         if process.returncode:
             lines = text.strip().splitlines() or [f"status {process.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
-            raise BuildError(f"the kernels do not compile with {running[0].args[0]}: {first}")  # type: ignore[index]
+            raise BuildError(f"the kernels do not compile with {commands[0][0]}: {first}")
