@@ -30,6 +30,7 @@ SETTLED_S = 4.0
 PAUSE_S = 0.03
 LONGEST_PROOF_S = 15.0
 MOST_LEAVING = 2
+"""Requests for which use may leave a sliding minute between a look at it and their lease."""
 MOST_MORE = 32
 """Requests made so that enough of a window is used."""
 STREAMED = (16, 64, 256)
@@ -111,14 +112,17 @@ class _Proof:
 
     async def _never_passes(self, limit: Limited) -> None:
         """Above a limit that was closed before, nothing passes; the refusal tells a wait once the gateway has adopted
-        it. Of a sliding minute earlier use may leave meanwhile.
+        it. From a sliding minute earlier use leaves meanwhile, that of the probes of a minute ago above all: what there
+        was room for had to pass.
         """
-        leaving = MOST_LEAVING if COUNTERS[limit.kind] is Counter.RATE else 0
+        sliding = COUNTERS[limit.kind] is Counter.RATE
         passed, give_up = 0, time.monotonic() + ADOPTED_S
         while True:
+            used = await self._ground.used(limit) if sliding else None
             answer = await self._probe.ask(self._ask)
-            passed += answer.served
-            if passed > leaving:
+            if answer.served and (used is None or used + self._counted_worst(answer) > limit.hard):
+                passed += 1
+            if passed > (MOST_LEAVING if sliding else 0):
                 raise FailedProofError(f"a request passed above the limit of {limit.hard}")
             closed = refuses(answer, limit) and not wrong_refusal(answer, limit, never=True)
             if time.monotonic() > give_up or not (closed or answer.served):

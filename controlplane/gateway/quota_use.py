@@ -161,8 +161,15 @@ def _standing(charge: Charge, standing: Standing, reserved: Reserved | None, now
         as_of=now,
         total=standing.used,
         reserved=None if reserved is None else reserved.held(charge, now),
-        resets_at=now + standing.reset_s if standing.reset_s else None,
+        resets_at=_reset(charge, now + standing.reset_s) if standing.reset_s else None,
     )
+
+
+def _reset(charge: Charge, about: float) -> float:
+    """When the counter resets, which is `about` then by two clocks: a calendar window ends at its own boundary."""
+    if charge.counter is not Counter.CALENDAR:
+        return about
+    return float(min(charge.window, key=lambda boundary: abs(boundary - about)))
 
 
 def _window(charge: Charge, now: float) -> ColdCounter:

@@ -15,6 +15,9 @@ IDLE_S = 75.0
 REST_BYTES = 64 * 1024
 """Of a body whose request has had its answer: read and dropped, so that the client sees it."""
 
+STALLED_S = 60.0
+"""A client that takes nothing of an answer which waits for it."""
+
 STOP_S = 5.0
 """After this a server that stops waits for no request and no client."""
 

@@ -1,8 +1,9 @@
 """One client's connection: uvicorn's HTTP/1.1 protocol, with bounds on what a client may keep us waiting for.
 
 Layer: service. uvicorn bounds bodies by stopping to read; it bounds neither the size of a request's head nor the time
-it may take, and a client of its could hold a connection for good. It must answer what is no HTTP in the shape of every
-other error, and nothing after an answer that has begun.
+it may take, nor how long an answer may wait to be read. A client of its could hold a connection, and all that serves
+it, for good. It must answer what is no HTTP in the shape of every other error, and nothing after an answer that has
+begun.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Refusal = tuple[int, str, str, str]
 
 
 class Connection(HttpToolsProtocol):
-    """At any moment at most one alarm is set: for a head that has begun, or for the next one."""
+    """At any moment at most one alarm is set for a request: for a head that has begun, or for the next one; and one for
+    an answer that its client does not read.
+    """
 
     server_state: Connections
 
@@ -49,6 +52,9 @@ class Connection(HttpToolsProtocol):
         self._alarms: Alarms = self.server_state.idle_alarms
         """Those that `_alarm` is one of."""
         self._alarm = 0
+        self._stall = 0
+        self._untaken = 0
+        """Bytes of an answer that waited for the client at the last look."""
         self._in_head = False
         self._head_bytes = 0
         self._rest_bytes = 0
@@ -64,6 +70,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relax()
+        self._go_on()
         super().connection_lost(exc)
         self.server_state.left()
 
@@ -75,6 +82,14 @@ class Connection(HttpToolsProtocol):
                 self._refuse(HEAD_TOO_LARGE)
             elif self._alarms is not self.server_state.head_alarms:
                 self._expect(self.server_state.head_alarms)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._go_on()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -132,6 +147,24 @@ class Connection(HttpToolsProtocol):
             self._refuse(HEAD_TOO_LATE)
         else:
             self.transport.close()
+
+    def _wait_for_reader(self) -> None:
+        self._go_on()
+        self._untaken = self.transport.get_write_buffer_size()
+        self._stall = self.server_state.stall_alarms.set(self._unread)
+
+    def _go_on(self) -> None:
+        if self._stall:
+            self.server_state.stall_alarms.drop(self._stall)
+            self._stall = 0
+
+    def _unread(self) -> None:
+        """What waits cannot be sent before the connection ends, so that only an abort ends it."""
+        self._stall = 0
+        if self.transport.get_write_buffer_size() < self._untaken:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
 
     def _refuse(self, refusal: Refusal) -> None:
         """Say so, unless an answer has begun, and hang up."""

@@ -21,7 +21,7 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
 from controlplane.alarms import Alarms
-from controlplane.http.bounds import BACKLOG, HEAD_S, IDLE_S, STOP_S
+from controlplane.http.bounds import BACKLOG, HEAD_S, IDLE_S, STALLED_S, STOP_S
 from controlplane.http.connection import Connection
 
 logger = logging.getLogger("tidegate.http")
@@ -42,6 +42,7 @@ class Connections(ServerState):
         self.is_stopping = False
         self.head_alarms = Alarms(HEAD_S)
         self.idle_alarms = Alarms(IDLE_S)
+        self.stall_alarms = Alarms(STALLED_S)
         self.empty = asyncio.Event()
 
     def left(self) -> None:

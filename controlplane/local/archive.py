@@ -124,7 +124,7 @@ def unpack(path: Path, folder: Path | None, wanted: tuple[str, ...]) -> Manifest
     except (tarfile.TarError, EOFError):
         raise _damaged(path) from None
     except OSError as error:
-        raise from_os_error(error, "read", path) from None
+        raise from_os_error(error, "read", path, ExitCode.USAGE) from None
     return manifest
 
 

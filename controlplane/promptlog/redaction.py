@@ -25,7 +25,13 @@ _EMAIL = r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){
 _CARD = r"(?<![0-9])(?=([0-9]{4}(?:[ -]?[0-9]){9,15})(?![0-9]))"
 """Looked for at every beginning of a number, because what stands before a card may look like its first digits. Cards
 are printed in groups of which the first has four."""
-_PHONE = r"(?<![A-Za-z0-9+])(?:\+|00|\(?0)[0-9](?:[ ()./-]{0,2}[0-9]){6,13}(?![0-9])"
+_PHONE = (
+    r"(?<![A-Za-z0-9+])(?:\+|00|\(?0)[0-9](?:[ ()./-]{0,2}[0-9]){6,13}(?![0-9])"
+    r"|(?<![A-Za-z0-9+.-])(?:1[ .-])?(?:\([2-9][0-9]{2}\)[ .-]?|[2-9][0-9]{2}[ .-])"
+    r"[2-9][0-9]{2}[ .-][0-9]{4}(?![0-9]|[.-][0-9])"
+)
+"""With a country's or an area's prefix; or in the groups of the North American plan (NANPA: NXX-NXX-XXXX), which has
+none."""
 _CREDENTIAL = (
     r"\btga?_[0-9A-Za-z_]{6,120}"
     r"|\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,200}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from controlplane.admission.charges import NOTHING, Use
 from controlplane.canaries import proof as proofs
-from controlplane.canaries.ground import NoGroundError
+from controlplane.canaries.ground import Ground, NoGroundError
 from controlplane.canaries.probe import PROMPTS, UnreachableError
 from controlplane.canaries.schemas import Cell, Verdict
+from controlplane.canaries.verdict import Limited
 from controlplane.db import transaction
 from controlplane.gateway import metering, refusals
 from controlplane.gateway.metering import Held, Meter
@@ -19,6 +20,7 @@ from controlplane.gateway.paths import INFERENCE
 from controlplane.quotas import service as quotas
 from controlplane.quotas.limits import LimitIndex
 from controlplane.quotas.schemas import Limit, QuotaKind, QuotaLevel
+from controlplane.redis_client import create_redis
 from controlplane.tenants import service as tenants
 from controlplane.tenants.schemas import PROBE_TENANT
 from dataplane.protocol import ReplicaState
@@ -27,6 +29,7 @@ from tests.controlplane.canaries.conftest import Site
 
 DAY, MONEY = QuotaKind.TOKENS_PER_DAY, QuotaKind.MONEY_PER_DAY
 RPM, TPM, CONCURRENT = QuotaKind.REQUESTS_PER_MINUTE, QuotaKind.TOKENS_PER_MINUTE, QuotaKind.CONCURRENT_REQUESTS
+UNCACHED = QuotaKind.UNCACHED_INPUT_TOKENS_PER_MINUTE
 PROMPT = QuotaKind.MAX_PROMPT_TOKENS
 PROVEN = (Verdict.PROVEN, "")
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -88,6 +91,41 @@ async def test_a_run_leaves_no_limit_and_no_usable_key(site: Site) -> None:
         assert (await tenants.list_keys(session, PROBE_TENANT)).items == []
 
 
+@pytest.fixture
+async def leaving(site: Site, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """All that was used of a minute is out of it by the time a limit is opened above what was used."""
+    real, redis, closed = Ground.change, create_redis(site.settings.redis_url), False
+
+    async def change(self: Ground, limit: Limited, hard: int) -> Limited:
+        nonlocal closed
+        changed = await real(self, limit, hard)
+        if closed and hard:
+            names = [name async for name in redis.scan_iter(match=f"*:{limit.kind.value}:*")]
+            assert names and await redis.delete(*names)
+        closed = hard == 0
+        return changed
+
+    monkeypatch.setattr(Ground, "change", change)
+    yield
+    await redis.aclose()
+
+
+@pytest.mark.usefixtures("leaving")
+async def test_what_leaves_a_minute_while_it_is_looked_at_makes_no_limit_failing(site: Site) -> None:
+    site.replica.tokens = PROMPT_TOKENS
+    assert await found(site, site.cell(UNCACHED), site.cell(TPM)) == [PROVEN] * 2
+
+
+@pytest.mark.usefixtures("leaving")
+async def test_f5_a_limit_that_is_not_enforced_fails_also_while_use_leaves(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proofs, "ADOPTED_S", 1.0)
+    only_what_is_closed_is_enforced(monkeypatch)
+    ((verdict, said),) = await found(site, site.cell(UNCACHED))
+    assert verdict is Verdict.FAILED and "above the limit" in said
+
+
 # --------------------------------------------------------------------------------------------------------------
 # What is broken on purpose fails
 # --------------------------------------------------------------------------------------------------------------
@@ -96,6 +134,20 @@ async def test_a_run_leaves_no_limit_and_no_usable_key(site: Site) -> None:
 def nothing_is_enforced(patch: pytest.MonkeyPatch) -> None:
     async def take(self: Meter, grant: Any, *_: Any) -> Held:
         return Held(lease=metering._free(grant, 0.0))
+
+    patch.setattr(Meter, "take", take)
+
+
+def only_what_is_closed_is_enforced(patch: pytest.MonkeyPatch) -> None:
+    real = Meter.take
+
+    async def take(self: Meter, grant: Any, request: Any, count: Any) -> Held:
+        try:
+            return await real(self, grant, request, count)
+        except refusals.RateLimitedError:
+            if any(limit.hard == 0 for limit in (await self.quotas.of(grant.tenant_id)).quotas.limits):
+                raise
+            return Held(lease=metering._free(grant, 0.0))
 
     patch.setattr(Meter, "take", take)
 
@@ -134,6 +186,7 @@ def no_reason_is_told(patch: pytest.MonkeyPatch) -> None:
 
 BROKEN: dict[str, tuple[Break, tuple[QuotaKind, ...], str]] = {
     "nothing enforced": (nothing_is_enforced, tuple(QuotaKind), "not refused above the limit"),
+    "only closed limits": (only_what_is_closed_is_enforced, (RPM, UNCACHED, DAY), "above the limit"),
     "charged as one": (everything_is_charged_as_one, (TPM, MONEY), ""),
     "never settled": (nothing_is_settled, (TPM, DAY, MONEY), "after settlement"),
     "slot kept": (nothing_is_settled, (CONCURRENT,), "refused within the limit"),

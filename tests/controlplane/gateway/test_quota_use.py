@@ -82,3 +82,15 @@ async def test_f14_a_look_at_ones_limits_rights_what_a_dead_gateway_left_of_a_mo
     assert (name, quota_id, span.start) == ("acme", MONTH.quota_id, tenant.windows(world.now).month[0])
     assert (await look()).total == 150
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize("behind_s", [0.4, 0.0004, -0.4])
+async def test_a_month_ends_at_its_own_end_by_whatever_clock_it_is_looked_at(
+    world: World, tenant: TenantLimits, behind_s: float
+) -> None:
+    async def ledger(grant: KeyGrant, counted: Limit, counter: ColdCounter) -> tuple[int, float]:
+        raise AssertionError("the store knows")
+
+    reader = UseReader(world.leases, ledger, wall=lambda: world.now - behind_s)
+    found = (await reader.of(GRANT, tenant, [MONTH]))[MONTH.quota_id]
+    assert found.resets_at == tenant.windows(world.now).month[1]

@@ -20,7 +20,9 @@ GET = b"GET /small HTTP/1.1\r\nhost: x\r\n\r\n"
 
 @dataclass
 class Application:
-    """Answers by path: /small without reading, /echo with the body, /slow once `go` is set, /stream until told."""
+    """Answers by path: /small without reading, /echo with the body, /slow once `go` is set, /stream until told, /flood
+    until its client leaves.
+    """
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,6 +59,16 @@ class Application:
         if path == "/watch":
             while (await receive())["type"] != "http.disconnect":
                 pass
+            self.left.set()
+            return
+        if path == "/flood":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            gone = asyncio.ensure_future(receive())  # the request's end; only the next one is the client's
+            await gone
+            gone = asyncio.ensure_future(receive())
+            while not gone.done():
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
             self.left.set()
             return
         if path in {"/stream", "/endless"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
@@ -11,6 +12,7 @@ from controlplane.http.bounds import HEAD_BYTES, REST_BYTES
 from tests.controlplane.http.conftest import GET, Serve
 
 POST = b"POST /%s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+FLOOD = b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n"
 CHUNKED = b"POST /%s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -109,6 +111,34 @@ async def test_a_request_under_way_has_no_such_limit(serve: Serve, monkeypatch: 
         await asyncio.sleep(0.5)
         served.application.go.set()
         assert (await client.answer()).body == b"/slow"
+
+
+async def test_a_client_that_reads_nothing_of_its_answer_is_cut_off(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would hold a place, a lease and a replica's slot for as long as it likes."""
+    monkeypatch.setattr("controlplane.http.server.STALLED_S", 0.3)
+    async with serve() as served:
+        client = await served.connect()
+        client.writer.transport.pause_reading()
+        client.send(FLOOD)
+        async with asyncio.timeout(10):
+            await served.application.left.wait()
+
+
+async def test_a_client_that_reads_slowly_gets_its_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.http.server.STALLED_S", 0.3)
+    async with serve() as served:
+        client = await served.connect()
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.send(FLOOD)
+        for _ in range(25):
+            await asyncio.sleep(0.05)
+            assert len(await client.reader.readexactly(1 << 20)) == 1 << 20
+        assert not served.application.left.is_set()
+        client.writer.close()
+        async with asyncio.timeout(10):
+            await served.application.left.wait()
 
 
 async def test_connections_beyond_the_bound_are_told_so_and_places_come_free(serve: Serve) -> None:

@@ -175,6 +175,12 @@ def test_a_flipped_byte_is_found_before_anything_is_restored(saved: Path, place:
     assert not home.exists()
 
 
+def test_a_backup_that_is_not_there_is_a_wrong_argument(tmp_path: Path) -> None:
+    with pytest.raises(LocalError, match="No such file") as found:
+        check_archive(tmp_path / "none.tar")
+    assert found.value.code is ExitCode.USAGE
+
+
 def test_what_is_no_whole_backup_is_refused(saved: Path, place: Path) -> None:
     short = place / "short.tar"
     short.write_bytes(saved.read_bytes()[: saved.stat().st_size // 2])
