@@ -8,6 +8,7 @@
 namespace tidegate {
 namespace TIER {
 
+constexpr int64_t FEW_ROWS = 16;  // with which memory is the limit, not arithmetic
 constexpr float NO_PEAK = -1e30f;  // of scores when no key was seen; finite, so that differences are numbers
 
 // What a piece works with, in the thread's scratch. Rows are queries times the heads that share the key head.
@@ -80,6 +81,16 @@ inline void turn_keys(const Paged& keys, int64_t first, int64_t from, int64_t to
             const float* at = there ? keys.at(panel + lane) : nullptr;
             for (int64_t i = 0; i < keys.dim; ++i) columns[i * PANEL + lane] = there ? at[i] : 0.0f;
         }
+    }
+}
+
+// Ask for the rows of keys [from, to), so that they are on their way while others are worked on. A block of a head is
+// about as large as a page, where the processor's own prefetching stops.
+inline void prefetch(const Paged& rows, int64_t from, int64_t to) {
+    constexpr int64_t LINE_FLOATS = 16;
+    for (int64_t key = from; key < to; ++key) {
+        const float* at = rows.at(key);
+        for (int64_t i = 0; i < rows.dim; i += LINE_FLOATS) __builtin_prefetch(at + i);
     }
 }
 
@@ -173,6 +184,7 @@ inline void attend_span(const Step& step, const Operation& op, const Piece& piec
     for (int64_t tile = first; tile < end; tile += KEY_TILE) {
         const int64_t from = max_of(tile, begin), to = min_of(tile + KEY_TILE, end);
         if (from >= to) continue;
+        if (rows <= FEW_ROWS) prefetch(values, from, to);
         turn_keys(keys, tile, from, to, width, work.keys);
         const int64_t skipped = (from - tile) / PANEL, panels = ceil_div(to - tile, PANEL) - skipped;
         float_product(rows, panels, work.queries, width, {work.keys + skipped * PANEL * width, PANEL * width, PANEL},
@@ -182,6 +194,7 @@ inline void attend_span(const Step& step, const Operation& op, const Piece& piec
             soften(work.scores + r * KEY_TILE, tile, max_of(tile, first_seen(op, position)),
                    min_of(tile + KEY_TILE, position + 1), static_cast<float>(op.cap), r, width, state);
         }
+        if (rows <= FEW_ROWS) prefetch(keys, to, min_of(to + KEY_TILE, end));
         add_values(values, from, to, rows, work.scores + (from - tile), width, work.values, state.out);
     }
 }

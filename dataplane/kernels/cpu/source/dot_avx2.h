@@ -14,6 +14,10 @@ inline __m256i broadcast4(const void* p) {
     return _mm256_castps_si256(_mm256_broadcast_ss(static_cast<const float*>(p)));
 }
 
+// A sum that is to be made now: compilers that reorder additions of integers keep all products alive instead, far more
+// than there are registers.
+inline void settle(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
 struct Uint4 {
     using Activation = int8_t;
     static constexpr int BYTES = 256;      // of a block of a panel as stored: 32 columns of 16 outputs
@@ -44,6 +48,8 @@ struct Uint4 {
                 const __m256i four = broadcast4(x + r * stride + g * 4);
                 a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(wa, four));
                 b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(wb, four));
+                settle(a[r]);
+                settle(b[r]);
             }
         }
         const __m256i ones = _mm256_set1_epi16(1);
@@ -70,6 +76,8 @@ struct Uint4 {
                 b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(lb, first));
                 a[r] = _mm256_add_epi16(a[r], _mm256_maddubs_epi16(ha, later));
                 b[r] = _mm256_add_epi16(b[r], _mm256_maddubs_epi16(hb, later));
+                settle(a[r]);
+                settle(b[r]);
             }
         }
         const __m256i ones = _mm256_set1_epi16(1);
@@ -116,6 +124,8 @@ struct Int8 {
                 const __m256i two = broadcast4(x + r * stride + g * 2);
                 out[r].a = _mm256_add_epi32(out[r].a, _mm256_madd_epi16(wa, two));
                 out[r].b = _mm256_add_epi32(out[r].b, _mm256_madd_epi16(wb, two));
+                settle(out[r].a);
+                settle(out[r].b);
             }
         }
     }
@@ -135,6 +145,8 @@ struct Int8 {
                 out[r].b = _mm256_add_epi32(out[r].b, _mm256_madd_epi16(fb, first));
                 out[r].a = _mm256_add_epi32(out[r].a, _mm256_madd_epi16(la, later));
                 out[r].b = _mm256_add_epi32(out[r].b, _mm256_madd_epi16(lb, later));
+                settle(out[r].a);
+                settle(out[r].b);
             }
         }
     }

@@ -106,13 +106,15 @@ struct Scales {
     int64_t stride;  // 16, or 32 with minima
 };
 
-// out[r] = Σ over blocks, in order, of scale · x's scale · Σ q·x + minimum · x's sum. The products within a block are
-// exact integers, so a row's result depends on nothing but the row and the weights.
+// sums[r · 16 …] = Σ over blocks, in order, of scale · x's scale · Σ q·x + minimum · x's sum. The products within a
+// block are exact integers, so a row's result depends on nothing but the row and the weights.
+//
+// The sums of several rows lie in memory between blocks: in registers they would push out the integers of the loop.
 template <class W, int R, bool UNPACKED, bool MINIMA>
 inline void quantised_tile(const uint8_t* w, Scales scales, const typename W::Activation* x, int64_t stride,
-                           const Quantised* about, int64_t blocks, F (&out)[R]) {
+                           const Quantised* about, int64_t blocks, float* sums) {
     UNROLL
-    for (int r = 0; r < R; ++r) out[r] = zero();
+    for (int r = 0; r < R; ++r) store(sums + r * PANEL, zero());
     for (int64_t block = 0; block < blocks; ++block) {
         I dots[R];
         UNROLL
@@ -123,16 +125,15 @@ inline void quantised_tile(const uint8_t* w, Scales scales, const typename W::Ac
             W::template dot<R>(w, x + block * BLOCK, stride, dots);
         }
         w += UNPACKED ? W::UNPACKED : W::BYTES;
-        const F scale = load_half(scales.at);
+        const F scale = load_half(scales.at), minimum = MINIMA ? load_half(scales.at + PANEL) : zero();
         UNROLL
         for (int r = 0; r < R; ++r) {
-            out[r] = fma(to_float(dots[r]), scale * set(about[r * blocks + block].scale), out[r]);
+            const Quantised& row = about[r * blocks + block];
+            F sum = fma(to_float(dots[r]), scale * set(row.scale), load(sums + r * PANEL));
+            if constexpr (MINIMA) sum = fma(minimum, set(row.sum), sum);
+            store(sums + r * PANEL, sum);
         }
-        if constexpr (MINIMA) {
-            const F minimum = load_half(scales.at + PANEL);
-            UNROLL
-            for (int r = 0; r < R; ++r) out[r] = fma(minimum, set(about[r * blocks + block].sum), out[r]);
-        }
+        if constexpr (R > 1) KEEP_IN_MEMORY(sums);
         scales.at += scales.stride;
     }
 }
@@ -145,13 +146,13 @@ NOT_INLINE void quantised_rows(const Step& step, const Operation& op, const uint
     const int64_t lanes = min_of(PANEL, op.weight.rows - panel * PANEL);
     const F bias = op.a ? load_part(op.a + panel * PANEL, lanes) : zero();
     for (; rows >= R; row += R, rows -= R) {
-        F sums[R];
+        alignas(64) float sums[R * PANEL];
         quantised_tile<W, R, UNPACKED, MINIMA>(
             w, scales, static_cast<const typename W::Activation*>(step.activations) + row * columns, columns,
             step.quantised + row * blocks, blocks, sums);
         float* out = at(step, op.out) + row * op.out.stride + panel * PANEL;
         for (int r = 0; r < R; ++r, out += op.out.stride) {
-            const F value = op.a ? sums[r] + bias : sums[r];
+            const F value = op.a ? load(sums + r * PANEL) + bias : load(sums + r * PANEL);
             if (lanes == PANEL) {
                 store(out, value);
             } else {

@@ -10,7 +10,8 @@ constexpr int64_t SMALLEST_PRODUCT = 32768;  // multiplications that are worth a
 constexpr int64_t SMALLEST_COPY = 8192;      // the same of floats
 constexpr int64_t FLOAT_ROW_CHUNK = 120;     // rows of FLOAT32 at once, whole tiles of every instruction set
 constexpr int64_t ACTIVATION_BYTES = 1 << 17;  // of quantised rows at once, which stay in the second cache
-constexpr int64_t QUANTISED_TILE = 8;
+constexpr int64_t QUANTISED_ROW_CHUNK = 120;
+constexpr int64_t QUANTISED_TILE = 24;  // rows: whole tiles of every instruction set
 constexpr int64_t SMALLEST_ATTENTION = 4096;  // pairs of queries and keys
 
 }  // namespace
@@ -156,7 +157,10 @@ Split Run::split_of(const Task& task, int threads) const {
     const Matrix& weight = op.weight;
     const bool plain = weight.format == FLOAT32;
     int64_t most = FLOAT_ROW_CHUNK;
-    if (!plain) most = min_of(max_of(ACTIVATION_BYTES / weight.columns / 16 * 16, 16), 128);
+    if (!plain) {
+        const int64_t fitting = ACTIVATION_BYTES / weight.columns / QUANTISED_TILE * QUANTISED_TILE;
+        most = min_of(max_of(fitting, QUANTISED_TILE), QUANTISED_ROW_CHUNK);
+    }
     const int64_t row_groups = ceil_div(n, most);
     const int64_t tile = plain ? FLOAT_ROW_CHUNK / 10 : QUANTISED_TILE;
     const int64_t rows = min_of(n, ceil_div(ceil_div(n, row_groups), tile) * tile);

@@ -10,6 +10,8 @@
 #endif
 
 #define NOT_INLINE static __attribute__((noinline))
+// The compiler may not carry what lies there in registers over this point.
+#define KEEP_IN_MEMORY(pointer) __asm__ volatile("" : "+r"(pointer) : : "memory")
 
 #if defined(TIER_AVX512)
 #define TIER avx512

@@ -123,7 +123,7 @@ inline void transpose16x8(const float* from, int64_t stride, float* to) {
 
 constexpr int FLOAT_ROWS = 6;    // of a tile of FLOAT32: 6 rows of 16 outputs are 12 of 16 registers
 constexpr int FLOAT_PANELS = 1;
-constexpr int QUANTISED_ROWS = 4;
+constexpr int QUANTISED_ROWS = 6;
 
 }  // namespace TIER
 }  // namespace tidegate
