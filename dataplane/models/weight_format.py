@@ -11,6 +11,9 @@ from pathlib import Path
 from dataplane.kernels.packed import Format
 from dataplane.models.gguf_file import FLOAT_KINDS, GGUFFile
 
+EIGHT_BITS = ("model.embed_tokens.", "lm_head.")
+"""Matrices of which int4 makes int8."""
+
 
 class WeightFormat(enum.StrEnum):
     """Norms, biases and rotary tables are float32 in each of them, activations too."""
@@ -20,6 +23,7 @@ class WeightFormat(enum.StrEnum):
     """The quantised blocks of a GGUF file as they are; what the file holds in floats is float32."""
     INT8 = "int8"
     INT4 = "int4"
+    """Four bits; embedding and head, which errors reach first and last, in eight."""
 
 
 def packed_format(weights: WeightFormat, name: str) -> Format:
@@ -28,7 +32,7 @@ def packed_format(weights: WeightFormat, name: str) -> Format:
         case WeightFormat.INT8:
             return Format.INT8
         case WeightFormat.INT4:
-            return Format.UINT4
+            return Format.INT8 if name.startswith(EIGHT_BITS) else Format.UINT4
         case _:
             return Format.FLOAT32
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dataplane.errors import CheckpointError
 from dataplane.kernels.cpu.packing import pack_blocks, pack_float32, pack_int4, pack_int8
-from dataplane.kernels.packed import Format, Packed
+from dataplane.kernels.packed import BLOCK, Format, Packed
 from dataplane.kernels.program import Floats
 from dataplane.models.loader import read
 from dataplane.models.registry import Model
@@ -20,9 +20,6 @@ from dataplane.models.rope import RotaryEmbedding
 from dataplane.models.shape import ModelShape
 from dataplane.models.sources import Source
 from dataplane.models.weight_format import WeightFormat, packed_format
-
-INT4_GROUP = 128
-"""Columns that share scale and minimum where four bits are made of floats."""
 
 
 class CpuWeights:
@@ -68,7 +65,8 @@ class CpuWeights:
             case Format.INT8:
                 return pack_int8(values)
             case Format.UINT4:
-                return pack_int4(values, INT4_GROUP)
+                return  # The kernels hold scale and minimum of each block anyhow: larger groups would save nothing.
+                return pack_int4(values, BLOCK)
             case Format.FLOAT32:
                 return pack_float32(values)
 

@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", threads=1, num_blocks=256, max_model_len=1024)
+    return LLM("smollm2", threads=1, weights="float32", num_blocks=256, max_model_len=1024)
 
 
 @pytest.fixture(autouse=True)

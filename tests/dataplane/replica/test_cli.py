@@ -100,7 +100,17 @@ def test_a_second_replica_with_the_same_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_generate_prints_an_answer() -> None:
-    arguments = command("engine", "generate", "What is the capital of France?", "--max-tokens", "12", "--threads", "1")
+    arguments = command(
+        "engine",
+        "generate",
+        "What is the capital of France?",
+        "--max-tokens",
+        "12",
+        "--threads",
+        "1",
+        "--weights",
+        "float32",
+    )
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "The capital of France is Paris."
