@@ -43,7 +43,7 @@ def compare_with(path: Path, report: Report, knob: str) -> Table:
 def ours_in(results: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     """Our figures by load and name: of a run alone, or beside the first peer that was measured."""
     against = results.get("against", {})
-    loads = results.get("ours") or next(
+    loads: Mapping[str, Any] = results.get("ours") or next(
         (found for found in against.values() if any(name in found for name in TITLES)), {}
     )
     return {
