@@ -91,13 +91,13 @@ def _engine_options(command: Any) -> Any:
             "--weights",
             type=click.Choice(["auto", "float32", "blocks", "int8", "int4"]),
             help="Numbers that matrices are kept in: a quantised GGUF's own blocks, or what is made on load.  "
-            "[default: auto, blocks where the file has them and else float32]",
+            "[default: auto, float32, or with --forward captured the blocks of a quantised file]",
         ),
         click.option(
             "--forward",
             type=click.Choice(["auto", "eager", "captured"]),
             help="How a step is run: by torch, or recorded and run by kernels compiled for this machine.  "
-            "[default: auto, captured where it works]",
+            "[default: auto, eager, or captured where --weights needs it]",
         ),
     ):
         command = option(command)

@@ -42,23 +42,23 @@ class Execution(NamedTuple):
 
 
 def choose(path: Path, shape: ModelShape, forward: str = AUTO, weights: str = AUTO) -> Execution:
-    """`auto` is captured where that works here, and a quantised file's own blocks or else float32.
+    """`auto` is eager in float32, and captured where other weights are asked for; of those that are captured it keeps
+    a quantised file's own blocks, or else float32.
 
     Raises ConfigError for what cannot be, with the reason.
     """
     for option, value, kind in (("forward", forward, ForwardKind), ("weights", weights, WeightFormat)):
         if value != AUTO and value not in list(kind):
             raise ConfigError(f"{option} must be one of {AUTO}, {', '.join(kind)}, got {value!r}")
-    if forward == ForwardKind.EAGER:
-        if weights not in (AUTO, WeightFormat.FLOAT32):
+    plain = weights in (AUTO, WeightFormat.FLOAT32)
+    if forward == ForwardKind.EAGER or (forward == AUTO and plain):
+        if not plain:
             raise ConfigError(f"forward=eager multiplies in float32 only; weights={weights} needs forward=captured")
         return Execution(ForwardKind.EAGER, WeightFormat.FLOAT32)
     refusal = build.offer()
     if refusal is not None:
         asked = f"forward={forward}" if forward != AUTO else f"weights={weights}"
-        if forward == ForwardKind.CAPTURED or weights not in (AUTO, WeightFormat.FLOAT32):
-            raise ConfigError(f"{asked} cannot work here: {refusal}")
-        return Execution(ForwardKind.EAGER, WeightFormat.FLOAT32)
+        raise ConfigError(f"{asked} cannot work here: {refusal}")
     if weights == AUTO:
         chosen = WeightFormat.BLOCKS if holds_blocks(path) else WeightFormat.FLOAT32
         return Execution(ForwardKind.CAPTURED, chosen)

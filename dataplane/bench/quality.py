@@ -109,7 +109,8 @@ def _compare(case: QualityCase, weights: WeightFormat, tokens: list[int]) -> dic
     at = 0
     for one, two in zip(_logits(ours, tokens), _logits(theirs, tokens), strict=True):
         targets = torch.tensor(tokens[at + 1 : at + 1 + len(one)])
-        scores.take(one[: len(targets)], two[: len(targets)], targets)
+        if len(targets):
+            scores.take(one[: len(targets)], two[: len(targets)], targets)
         at += len(one)
     found = scores.results() | {"weight_bytes": ours.forward.facts.weight_bytes, "bar": BARS[weights]}
     ours.close()

@@ -37,13 +37,18 @@ def chosen(path: Path, **options: str) -> Execution:
     return choose(path, ModelShape.read(path), **options)
 
 
-def test_auto_is_captured_with_a_files_own_blocks_or_float32(floats: Path, quantised: Path, half: Path) -> None:
-    assert chosen(floats) == (CAPTURED, WeightFormat.FLOAT32)
-    assert chosen(half) == (CAPTURED, WeightFormat.FLOAT32)
-    assert chosen(quantised) == (CAPTURED, WeightFormat.BLOCKS)
-    assert chosen(quantised, forward="eager") == (EAGER, WeightFormat.FLOAT32)
-    assert chosen(quantised, weights="float32") == (CAPTURED, WeightFormat.FLOAT32)
-    assert chosen(floats, weights="int8", forward="captured") == (CAPTURED, WeightFormat.INT8)
+def test_auto_is_eager_and_captured_weights_are_a_files_own_blocks_or_float32(
+    floats: Path, quantised: Path, half: Path
+) -> None:
+    for path in (floats, quantised, half):
+        for weights in ("auto", "float32"):
+            assert chosen(path, weights=weights) == (EAGER, WeightFormat.FLOAT32)
+    assert chosen(floats, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
+    assert chosen(half, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
+    assert chosen(quantised, forward="captured") == (CAPTURED, WeightFormat.BLOCKS)
+    assert chosen(quantised, forward="captured", weights="float32") == (CAPTURED, WeightFormat.FLOAT32)
+    assert chosen(quantised, weights="blocks") == (CAPTURED, WeightFormat.BLOCKS)
+    assert chosen(floats, weights="int8") == (CAPTURED, WeightFormat.INT8)
 
 
 def test_where_there_are_no_kernels_auto_is_eager_and_all_else_is_refused(
@@ -94,7 +99,7 @@ def test_memory_is_reckoned_with_the_bytes_of_the_format(quantised: Path, monkey
     free = taken + 13 * 16 * shape.kv_bytes_per_token
     assert free < shape.weight_bytes
     monkeypatch.setattr(config, "available_memory", lambda: free)
-    assert EngineConfig.resolve(quantised, num_blocks=13).weights is WeightFormat.BLOCKS
+    assert EngineConfig.resolve(quantised, num_blocks=13, weights="blocks").weights is WeightFormat.BLOCKS
     for weights in ("float32", "int8"):
         with pytest.raises(ConfigError, match="too little memory: the weights take"):
             EngineConfig.resolve(quantised, num_blocks=13, weights=weights)

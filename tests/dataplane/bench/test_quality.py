@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dataplane.bench.quality import QualityCase, Scores, run
+from dataplane.bench.quality import CHUNK, QualityCase, Scores, run
 from dataplane.bench.report import document_of
 from dataplane.config import ConfigError
 
@@ -43,10 +43,10 @@ def test_equal_engines_score_nothing() -> None:
 
 
 def test_a_run_scores_every_format_beside_a_control_that_shows_nothing() -> None:
-    report = run(QualityCase("smollm2", threads=2, tokens=48))
+    report = run(QualityCase("smollm2", threads=2, tokens=CHUNK + 1))
     results = report.results
     assert list(results) == ["float32", "blocks", "int8", "int4"]
-    assert {found["tokens"] for found in results.values()} == {47}
+    assert {found["tokens"] for found in results.values()} == {CHUNK}
     assert abs(results["float32"]["perplexity_change"]) < 1e-4
     assert results["float32"]["agreement"] == 1
     assert results["float32"]["worst_logit"] < 1e-3
@@ -56,7 +56,7 @@ def test_a_run_scores_every_format_beside_a_control_that_shows_nothing() -> None
     assert results["int8"]["divergence"] < results["int4"]["divergence"]
     document = document_of(report)
     assert {"machine", "versions", "seed", "case_id"} <= set(document)
-    assert document["case"]["scored"] == 47
+    assert document["case"]["scored"] == CHUNK
 
 
 def test_a_text_that_cannot_be_scored_is_refused() -> None:
