@@ -65,7 +65,7 @@ class CpuWeights:
             case Format.INT8:
                 return pack_int8(values)
             case Format.UINT4:
-                return  # The kernels hold scale and minimum of each block anyhow: larger groups would save nothing.
+                # The kernels hold scale and minimum of each block anyhow: larger groups would save nothing.
                 return pack_int4(values, BLOCK)
             case Format.FLOAT32:
                 return pack_float32(values)

@@ -53,7 +53,6 @@ def test_a_run_scores_every_format_beside_a_control_that_shows_nothing() -> None
     for weights in ("blocks", "int8", "int4"):
         assert 0 < results[weights]["divergence"] < 0.5
         assert results[weights]["weight_bytes"] < results["float32"]["weight_bytes"] / 2
-    assert results["int8"]["divergence"] < results["int4"]["divergence"]
     document = document_of(report)
     assert {"machine", "versions", "seed", "case_id"} <= set(document)
     assert document["case"]["scored"] == 47
