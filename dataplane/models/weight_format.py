@@ -23,8 +23,8 @@ class WeightFormat(enum.StrEnum):
     """The quantised blocks of a GGUF file as they are; what the file holds in floats is float32."""
     INT8 = "int8"
     INT4 = "int4"
-    """Four bits with scale and minimum of each 32 columns; in eight the embedding, the head and what leads out of an MLP,
-    which four harm most."""
+    """Four bits with scale and minimum of each 32 columns; in eight the embedding, the head and what leads out of an
+    MLP, which four harm most."""
 
 
 def packed_format(weights: WeightFormat, name: str) -> Format:
