@@ -91,10 +91,10 @@ def _computed(shape: ModelShape, weights: WeightFormat) -> Iterator[Matrix]:
     for _ in range(1 if shape.tied_embeddings else 2):
         yield Matrix(packed_format(weights, "lm_head.weight"), shape.vocab, shape.hidden)
     for _ in range(shape.layers):
-        yield Matrix(packed_format(weights, "q_proj.weight"), q + 2 * kv, shape.hidden)
-        yield Matrix(packed_format(weights, "o_proj.weight"), shape.hidden, q)
-        yield Matrix(packed_format(weights, "up_proj.weight"), (shape.mlp_matrices - 1) * inner, shape.hidden)
-        yield Matrix(packed_format(weights, "down_proj.weight"), shape.hidden, inner)
+        yield Matrix(packed_format(weights, "self_attn.q_proj.weight"), q + 2 * kv, shape.hidden)
+        yield Matrix(packed_format(weights, "self_attn.o_proj.weight"), shape.hidden, q)
+        yield Matrix(packed_format(weights, "mlp.up_proj.weight"), (shape.mlp_matrices - 1) * inner, shape.hidden)
+        yield Matrix(packed_format(weights, "mlp.down_proj.weight"), shape.hidden, inner)
 
 
 def _stored(path: Path, shape: ModelShape) -> Iterator[Matrix]:

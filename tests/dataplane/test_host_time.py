@@ -24,7 +24,7 @@ SHORT, LONG = 64, 4096
 
 
 class Instant:
-    """A model that answers at once. With `reads` it looks at every block of every table, as a gather would."""
+    """A model that answers at once. With `reads` it looks at every token of every history."""
 
     def __init__(self, facts: ForwardFacts, *, reads: bool) -> None:
         self.facts, self._reads = facts, reads
@@ -32,7 +32,7 @@ class Instant:
 
     def plan(self, step: StepInput) -> PlannedStep:
         if self._reads:
-            assert sum(block for table in step.tables.tolist() for block in table) > 0
+            assert sum(position for start in step.starts.tolist() for position in range(start)) >= 0
         return self
 
     def run(self) -> None:
@@ -88,6 +88,6 @@ def least(cores: dict[int, EngineCore]) -> dict[int, float]:
 
 def test_a_long_history_costs_the_host_no_more_than_a_short_one(folder: Path) -> None:
     found = least({history: decoding(folder, history, reads=False) for history in (SHORT, LONG)})
-    assert found[LONG] < 1.25 * found[SHORT]
+    assert found[LONG] < 1.5 * found[SHORT]
     control = least({history: decoding(folder, history, reads=True) for history in (SHORT, LONG)})
-    assert control[LONG] > 1.25 * control[SHORT], "reading every block would have been seen"
+    assert control[LONG] > 1.5 * control[SHORT], "reading every token would have been seen"

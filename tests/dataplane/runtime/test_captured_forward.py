@@ -25,7 +25,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_of(path: Path, weights: str, **options: str) -> ModelRunner:
-    return ModelRunner(EngineConfig.resolve(path, num_blocks=40, threads=2, weights=weights, **options), lambda: 0.0)
+    chosen = {"forward": "captured", "weights": weights} | options
+    return ModelRunner(EngineConfig.resolve(path, num_blocks=40, threads=2, **chosen), lambda: 0.0)
 
 
 def prompt(name: str) -> list[int]:
