@@ -83,10 +83,13 @@ class Server:
         """CPU time that it and its children have taken."""
         return cpu_seconds(self.pid)
 
-    def check(self) -> None:
-        """Raises SideError when it has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            raise SideError(f"{self.name} ended with {self._process.returncode} while it was measured: {self.said()}")
+    def check(self, within: float = 0.0) -> None:
+        """Raises SideError when it has ended, or ends within so many seconds."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(within)
+            raise SideError(f"{self.name} ended with {status} while it was measured: {self.said()}")
 
     def settle(self) -> None:
         """Wait until it has nothing left to do. Raises SideError when it does not come to rest."""

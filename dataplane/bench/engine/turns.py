@@ -18,6 +18,8 @@ from dataplane.bench.engine.server import IDLE_SHARE
 from dataplane.bench.engine.workloads import Figures, Plan, Workload
 
 OURS, PEER = 0, 1
+ENDING_S = 2.0
+"""How long a server whose connection broke is given to end, so that its end is what is told."""
 IDLE_SECONDS = 0.1
 """CPU time that is allowed whatever the share: a health check, a report."""
 
@@ -89,7 +91,8 @@ class Turns:
         try:
             figures = await workload.run(self._sides[index].caller, plan)
         except SideError:
-            self._sides[index].server.check()
+            # A connection breaks before the process that held it is seen to have ended.
+            self._sides[index].server.check(ENDING_S)
             raise
         seconds = time.monotonic() - begun
         taken = [server.cpu_seconds() - was for server, was in zip(others, before, strict=True)]

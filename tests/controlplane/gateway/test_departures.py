@@ -146,7 +146,7 @@ async def test_f37_many_streams_opened_and_left_leave_nothing(
         before = tasks_but_the_replicas()
         for start in range(0, streams, 30):
             await asyncio.gather(*(visit(i) for i in range(start, start + 30)), return_exceptions=True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while served.gateway.in_flight or endless.active or short.active:
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.05)
