@@ -2,8 +2,8 @@
 
 Layer: kernel. The library is kept in the user's cache by what it was made of, so that later processes only load it.
 It is loaded into the engine, so nothing is run that another user could have written: folder and library belong to this
-user alone, or the build is refused. Which instruction set is used is decided by the processor when it is loaded; the
-environment variable TIDEGATE_KERNELS names a lower one (avx512, avx2, neon, scalar), as tests do.
+user alone, or the build is refused. Each instruction set has a library of its own, made when a processor first wants
+it; the environment variable TIDEGATE_KERNELS names a lower one (avx512, avx2, neon, scalar), as tests do.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ SOURCES = Path(__file__).parent / "source"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 """Contraction is off so that a sum has the same bits in every instruction set that has the same operations."""
 
-TIERS = {
-    "scalar": ("-DTIER_SCALAR",),
-    "avx2": ("-DTIER_AVX2", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        *("-DTIER_AVX512", "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-        "-mavx512vnni",
-    ),
-    "neon": ("-DTIER_NEON", "-march=armv8.2-a+dotprod"),
-}
-"""What `tier.cpp` is compiled with for each instruction set."""
 
-OF_MACHINE = {
-    "x86_64": ("scalar", "avx2", "avx512"),
-    "aarch64": ("scalar", "neon"),
-    "arm64": ("scalar", "neon"),
+class Tier(NamedTuple):
+    """An instruction set: what the system must say of the processor, and what `tier.cpp` is compiled with."""
+
+    features: frozenset[str]
+    flags: tuple[str, ...]
+
+
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+TIERS = {
+    "avx512": Tier(
+        frozenset(("avx2", "fma", "f16c", *(name.replace("512vnni", "512_vnni") for name in AVX512))),
+        ("-DTIER_AVX512", "-mavx2", "-mfma", "-mf16c", *(f"-m{name}" for name in AVX512)),
+    ),
+    "avx2": Tier(frozenset(("avx2", "fma", "f16c")), ("-DTIER_AVX2", "-mavx2", "-mfma", "-mf16c")),
+    "neon": Tier(frozenset(("asimd", "asimddp")), ("-DTIER_NEON", "-march=armv8.2-a+dotprod")),
+    "scalar": Tier(frozenset(), ("-DTIER_SCALAR",)),
 }
-COMMON = ("pool.cpp", "run.cpp", "choice.cpp", "engine.cpp")
+"""The fastest first. Features as Linux names them in /proc/cpuinfo, which lists those that it lets programs use."""
+
+COMMON = ("pool.cpp", "run.cpp", "engine.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 CHOICE = "TIDEGATE_KERNELS"
 
@@ -83,26 +87,40 @@ class Library(NamedTuple):
 
 def library() -> Library:
     """The kernels, compiled at the first call on this machine and loaded at the first in this process."""
-    functions = _load(_cache_folder())
-    wanted = os.environ.get(CHOICE, "")
-    name = functions.tidegate_tier(wanted.encode()).decode()
-    if not name:
-        raise BuildError(f"{CHOICE} asks for {wanted}, which this processor does not have")
-    return Library(functions, name)
+    name = choose(os.environ.get(CHOICE, ""), processor())
+    return Library(_load(_cache_folder(), name), name)
+
+
+def choose(wanted: str, features: frozenset[str]) -> str:
+    """The fastest instruction set of a processor with `features`, or the one that is wanted."""
+    for name, tier in TIERS.items():
+        if wanted in ("", name) and tier.features <= features:
+            return name
+    raise BuildError(f"{CHOICE} asks for {wanted}, which this processor does not have")
 
 
 @cache
-def _load(folder: Path) -> ctypes.CDLL:
-    return _declare(ctypes.CDLL(str(build(folder))))
+def processor() -> frozenset[str]:
+    """What the system says that its processors can do; nothing where it does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return frozenset(next((value for name, _, value in lines if name.strip() in ("flags", "Features")), "").split())
+
+
+@cache
+def _load(folder: Path, tier: str) -> ctypes.CDLL:
+    return _declare(ctypes.CDLL(str(build(folder, tier))))
 
 
 def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, integer, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("operation_bytes", integer, []),
         ("inputs_bytes", integer, []),
-        ("tier", text, [text]),
-        ("executor", pointer, [integer, text]),
+        ("executor", pointer, [integer]),
         ("free_executor", None, [pointer]),
         ("load", pointer, [pointer, integer]),
         ("free_program", None, [pointer]),
@@ -113,15 +131,18 @@ def _declare(functions: ctypes.CDLL) -> ctypes.CDLL:
     return functions
 
 
-def build(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there. Of processes that come at once, one compiles."""
+def build(folder: Path, tier: str) -> Path:
+    """The library of an instruction set in `folder`, made if it is not there. Of processes that come at once, one does.
+
+    Raises BuildError.
+    """
     compiler = find_compiler()
-    path = folder / f"{_fingerprint(compiler)}.so"
+    path = folder / f"{_fingerprint(compiler)}-{tier}.so"
     try:
         _make_private(folder)
         with _locked(folder / "lock"):
             if not path.exists():
-                _compile(compiler, folder, path)
+                _compile(compiler, tier, path)
     except OSError as error:
         raise BuildError(f"the kernels' cache {folder} cannot be written: {error.strerror}") from error
     _check_private(path)
@@ -152,7 +173,7 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: Compiler) -> str:
     digest = hashlib.sha256()
-    for part in (*compiler, FLAGS, TIERS, platform.machine()):
+    for part in (*compiler, FLAGS, sorted((name, tier.flags) for name, tier in TIERS.items()), platform.machine()):
         digest.update(repr(part).encode() + b"\0")
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -180,15 +201,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: Compiler, folder: Path, path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        units = [("tier.cpp", name, TIERS[name]) for name in OF_MACHINE.get(platform.machine(), ("scalar",))]
-        units += [(name, name.removesuffix(".cpp"), ()) for name in COMMON]
-        objects = [str(Path(scratch) / f"{name}.o") for _, name, _ in units]
+def _compile(compiler: Compiler, tier: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        units = [("tier.cpp", TIERS[tier].flags), *((name, ()) for name in COMMON)]
+        objects = [str(Path(scratch) / f"{source}.o") for source, _ in units]
         _together(
             [
                 [*compiler.command, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", target]
-                for (source, _, flags), target in zip(units, objects, strict=True)
+                for (source, flags), target in zip(units, objects, strict=True)
             ]
         )
         made = Path(scratch) / "library.so"
@@ -204,8 +224,8 @@ def _together(commands: list[list[str]]) -> None:
         for command in commands
     ]
     said = [process.communicate()[0] for process in running]
-    for process, text in zip(running, said, strict=True):
+    for command, process, text in zip(commands, running, said, strict=True):
         if process.returncode:
             lines = text.strip().splitlines() or [f"status {process.returncode}"]
             first = next((line for line in lines if "error" in line.lower()), lines[0])
-            raise BuildError(f"the kernels do not compile with {commands[0][0]}: {first}")
+            raise BuildError(f"the kernels do not compile with {command[0]}: {first}")

@@ -63,7 +63,7 @@ class CpuExecutor:
         functions, self.tier = library()
         sizes = (functions.tidegate_operation_bytes(), functions.tidegate_inputs_bytes())
         assert sizes == (ctypes.sizeof(Operation), ctypes.sizeof(Inputs)), "abi.py and abi.h differ"
-        handle = functions.tidegate_executor(threads, self.tier.encode())
+        handle = functions.tidegate_executor(threads)
         if not handle:
             raise BuildError(f"the system refused {threads} threads or their memory")
         self.threads = threads

@@ -70,7 +70,7 @@ def _q4_1(blocks: Bytes, form: Format) -> Quantised:
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     """Bit i of the four bytes at `at` as sixteens, [rows, blocks, 32]."""
-    return np.left_shift(np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little"), 4, dtype=np.uint8)
+    return np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q5_0(blocks: Bytes, form: Format) -> Quantised:
@@ -140,13 +140,13 @@ def _one_scale(q: NDArray[np.int8], scales: Floats) -> Quantised:
     Tried are the scale that uses all eight bits, and fractions of either scale, with which its half stays exact.
     """
     w = q.astype(np.float32) * scales[..., None]
-    peak = np.abs(w).max(axis=(2, 3))
+    sizes: Floats = np.abs(scales)
+    peak: Floats = np.abs(w).max(axis=(2, 3))
     best = _to_half(peak / np.float32(127))
     least = _error(w, best)
     for part in MULTIPLES:
         for half in (0, 1):
-            one: Floats = np.abs(scales[..., half])
-            scale = _to_half(one / np.float32(part))
+            scale = _to_half(sizes[..., half] / np.float32(part))
             error = np.where(scale.astype(np.float32) * 127.5 >= peak, _error(w, scale), np.inf)
             better = error < least
             best, least = np.where(better, scale, best), np.where(better, error, least)

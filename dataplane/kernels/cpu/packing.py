@@ -169,10 +169,10 @@ def _int4(w: Floats, importance: Floats) -> tuple[Bytes, Halves, Halves]:
             np.where(better, wide_scale, best_scale),
             np.where(better, wide_minimum, best_minimum),
         )
-    chosen = _levels(w, best_scale, best_minimum).astype(np.uint8).reshape(len(w), -1)
+    levels = _levels(w, best_scale, best_minimum).astype(np.uint8).reshape(len(w), -1)
     blocks = w.shape[2] // BLOCK
     scales, minima = (_half(x[..., 0]).repeat(blocks, axis=1) for x in (best_scale, best_minimum))
-    return chosen, scales, minima
+    return levels, scales, minima
 
 
 def _levels(w: Floats, scale: Floats, minimum: Floats) -> Floats:

@@ -59,6 +59,8 @@ struct Paged {
     const float* at(int64_t key) const {
         return pool + (table[key / block_size] * block_size + key % block_size) * dim;
     }
+    // The first key behind the block of `key`.
+    int64_t block_end(int64_t key) const { return (key / block_size + 1) * block_size; }
 };
 
 inline Paged paged(const Step& step, float* const* pool, int64_t layer, const Piece& piece) {
@@ -88,9 +90,11 @@ inline void turn_keys(const Paged& keys, int64_t first, int64_t from, int64_t to
 // about as large as a page, where the processor's own prefetching stops.
 inline void prefetch(const Paged& rows, int64_t from, int64_t to) {
     constexpr int64_t LINE_FLOATS = 16;
-    for (int64_t key = from; key < to; ++key) {
-        const float* at = rows.at(key);
-        for (int64_t i = 0; i < rows.dim; i += LINE_FLOATS) __builtin_prefetch(at + i);
+    while (from < to) {
+        const int64_t end = min_of(to, rows.block_end(from));
+        const float* at = rows.at(from);
+        for (int64_t i = 0; i < (end - from) * rows.dim; i += LINE_FLOATS) __builtin_prefetch(at + i);
+        from = end;
     }
 }
 
@@ -153,7 +157,7 @@ inline void add_values(const Paged& values, int64_t from, int64_t to, int64_t ro
     }
     while (from < to) {
         const float* at = values.at(from);
-        int64_t end = min_of(to, (from / values.block_size + 1) * values.block_size);
+        int64_t end = min_of(to, values.block_end(from));
         while (end < to && values.at(end) == at + (end - from) * values.dim) {
             end = min_of(to, end + values.block_size);
         }

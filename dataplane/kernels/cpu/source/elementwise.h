@@ -55,22 +55,19 @@ inline void layer_norm(const float* x, const Operation& op, float* out) {
     const float size = static_cast<float>(op.x.width);
     F total = zero();
     each_vector(op.x.width, [&](int64_t i, auto get, auto) { total = total + get(x + i); });
-    const F mean = set(sum(total) / size);
+    const float mean = sum(total) / size;
     F squares = zero();
     const int64_t whole = op.x.width / PANEL * PANEL;
     for (int64_t i = 0; i < whole; i += PANEL) {
-        const F away = load(x + i) - mean;
+        const F away = load(x + i) - set(mean);
         squares = fma(away, away, squares);
     }
-    float rest = 0.0f;  // lanes beyond the end are not 0 once the mean is taken off
-    for (int64_t i = whole; i < op.x.width; ++i) {
-        const float away = x[i] - sum(total) / size;
-        rest += away * away;
-    }
+    float rest = 0.0f;  // of the columns beyond whole vectors, whose empty lanes would count as numbers
+    for (int64_t i = whole; i < op.x.width; ++i) rest += (x[i] - mean) * (x[i] - mean);
     const float variance = (sum(squares) + rest) / size;
     const F inverse = set(1.0f / __builtin_sqrtf(variance + static_cast<float>(op.factor)));
     each_vector(op.x.width, [=](int64_t i, auto get, auto put) {
-        put(out + i, fma((get(x + i) - mean) * inverse, get(weight + i), get(bias + i)));
+        put(out + i, fma((get(x + i) - set(mean)) * inverse, get(weight + i), get(bias + i)));
     });
 }
 

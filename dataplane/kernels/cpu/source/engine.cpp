@@ -4,7 +4,6 @@
 #include <new>
 #include <system_error>
 
-#include "choice.h"
 #include "run.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -12,10 +11,9 @@
 namespace {
 
 struct Executor {
-    Executor(int threads, const tidegate::Tier& chosen) : pool(threads), tier(chosen) {}
+    explicit Executor(int threads) : pool(threads) {}
 
     tidegate::Pool pool;
-    const tidegate::Tier& tier;
     std::mutex alone;  // of the workspaces
     tidegate::Workspaces work;
 };
@@ -26,15 +24,10 @@ struct Executor {
 EXPORT int64_t tidegate_operation_bytes() { return sizeof(tidegate::Operation); }
 EXPORT int64_t tidegate_inputs_bytes() { return sizeof(tidegate::Inputs); }
 
-// The name of the instruction set in use, or of `wanted` if this processor has it; "" if not.
-EXPORT const char* tidegate_tier(const char* wanted) { return tidegate::choose(wanted).name; }
-
-// Null: no such instruction set, or the system refused memory or a thread.
-EXPORT void* tidegate_executor(int64_t threads, const char* wanted) {
-    const tidegate::Tier* tier = tidegate::choose(wanted).tier;
-    if (!tier) return nullptr;
+// Null: the system refused memory or a thread.
+EXPORT void* tidegate_executor(int64_t threads) {
     try {
-        return new Executor(static_cast<int>(threads), *tier);
+        return new Executor(static_cast<int>(threads));
     } catch (const std::system_error&) {
         return nullptr;
     } catch (const std::bad_alloc&) {
@@ -59,7 +52,7 @@ EXPORT int64_t tidegate_run(void* executor, void* program, const tidegate::Input
     Executor& with = *static_cast<Executor*>(executor);
     std::lock_guard<std::mutex> lock(with.alone);
     try {
-        tidegate::Run run(*static_cast<tidegate::Program*>(program), *in, with.tier, with.pool.threads(), with.work);
+        tidegate::Run run(*static_cast<tidegate::Program*>(program), *in, tidegate::TIER_OF_LIBRARY, with.pool.threads(), with.work);
         with.pool.run(run);
     } catch (const std::bad_alloc&) {
         return 1;

@@ -90,12 +90,14 @@ inline void quantise(const Step& step, const Operation& op, int64_t row, int64_t
         for (int64_t block = 0; block < blocks; ++block, x += BLOCK, q += BLOCK, ++about) {
             const F first = load(x), later = load(x + PANEL);
             const float peak = largest(max(abs(first), abs(later)));
+            const float broken = sum(first * zero() + later * zero());  // NaN if a number is not finite, or else 0
             const float inverse = peak > SMALLEST_PEAK ? 127.0f / peak : 0.0f;
-            const I a = round(first * set(inverse)), b = round(later * set(inverse));
+            I a = round(first * set(inverse)), b = round(later * set(inverse));
+            if (broken != 0.0f) a = b = set_int(0);
             store_quantised(q, a);
             store_quantised(q + PANEL, b);
             const int32_t total = sum(a) + sum(b);
-            const float scale = peak / 127.0f + sum(first * zero() + later * zero());  // NaN if x is not finite
+            const float scale = peak / 127.0f + broken;
             *about = {scale, scale * static_cast<float>(total), total};
         }
     }

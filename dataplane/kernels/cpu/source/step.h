@@ -76,8 +76,9 @@ struct Tier {
     int64_t activation_bytes;  // the most that one quantised activation takes
 };
 
-// Static, here and wherever a header serves several instruction sets: the linker must not hand the copy that was
-// compiled for one to another.
+extern const Tier TIER_OF_LIBRARY;
+
+// Static, as this header is compiled for an instruction set and without: the linker must not take one for the other.
 static constexpr int64_t min_of(int64_t x, int64_t y) { return x < y ? x : y; }
 static constexpr int64_t max_of(int64_t x, int64_t y) { return x < y ? y : x; }
 static constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }

@@ -1,5 +1,5 @@
-// Everything that is computed, compiled once per instruction set: TIER names it and is the namespace of all its code,
-// so that functions of the same name for different instruction sets stay apart.
+// Everything that is computed, compiled for one instruction set. TIER names it and is the namespace of all its code, so
+// that the linker can take none of it for a function of the same name that was compiled for another.
 
 #include "step.h"
 
@@ -66,8 +66,8 @@ static void execute(const Step& step, const Task& task, const Split& split, int6
     }
 }
 
-extern const Tier tier;
-const Tier tier = {execute, max_of(sizeof(Uint4::Activation), sizeof(Int8::Activation))};
-
 }  // namespace TIER
+
+const Tier TIER_OF_LIBRARY = {TIER::execute, max_of(sizeof(TIER::Uint4::Activation), sizeof(TIER::Int8::Activation))};
+
 }  // namespace tidegate

@@ -11,7 +11,7 @@ from dataplane.kernels.cpu import build
 from dataplane.kernels.cpu.executor import CpuExecutor
 
 Executors = Callable[[str, int], CpuExecutor]
-TIERS = build.OF_MACHINE.get(platform.machine(), ("scalar",))
+TIERS = ("scalar", "neon") if platform.machine() in ("aarch64", "arm64") else ("scalar", "avx2", "avx512")
 
 
 @pytest.fixture(scope="session")
