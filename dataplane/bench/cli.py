@@ -148,8 +148,8 @@ def engine(
 
     from dataplane.bench.engine.bench import Asked, run
     from dataplane.bench.engine.compare import compare_with
-    from dataplane.bench.engine.errors import BenchError, CaseError
     from dataplane.bench.engine.peers.ours import flags_of
+    from dataplane.bench.errors import BenchError, CaseError
     from dataplane.bench.report import emit
     from dataplane.errors import ConfigError
 

@@ -17,8 +17,9 @@ from controlplane.lab.bench.closed import LoadError
 from controlplane.lab.bench.quantiles import spread
 from controlplane.lab.bench.report import Section, Table
 from controlplane.lab.bench.requests import Target
-from controlplane.lab.bench.rivals import SOURCES, NotToBeHadError, Plan, Rival
+from controlplane.lab.bench.rivals import SOURCES, Plan, Rival
 from controlplane.lab.bench.throughput import load
+from dataplane.bench.errors import NotToBeHadError
 
 CONNECTIONS = 16
 STREAMS = 16

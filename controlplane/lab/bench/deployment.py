@@ -16,8 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 
@@ -36,6 +34,7 @@ from controlplane.quotas.schemas import QuotaKind
 from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
 from dataplane.bench.processes import pin
+from dataplane.bench.started import Started
 
 TENANT = "bench"
 LEASE_DEADLINE_MS = 2000
@@ -69,7 +68,7 @@ class Watching(Display):
         super().ended(name, how, restart_in)
 
 
-class Deployment:
+class Deployment(Started):
     """Use as a context manager: whatever was started is stopped at the end, however it comes. `console` shows progress.
 
     The calling process moves to the load's core, and back at the end.
@@ -93,19 +92,6 @@ class Deployment:
         self.direct = Target("engine", self.engine_port, "none", self.model)
         self.gateway = Target("gateway", self.ports.gateway, "", self.model)
         self.plain = Target(plain_relay.NAME, relay_port, "none", self.model)
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def gateway_pid(self) -> int:

@@ -14,8 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
@@ -30,6 +29,7 @@ from controlplane.local.stack import TIDEGATE, Options, Ports, Stack, model_name
 from controlplane.local.valkey import EmbeddedValkey
 from controlplane.settings import Secret
 from controlplane.tenants.admin_client import AdminClient
+from dataplane.bench.started import Started
 
 GATEWAYS = 4
 REPLICAS = 4
@@ -40,7 +40,7 @@ UNBOUNDED = 1_000_000
 KV_TOKENS = 65_536
 
 
-class FairDeployment:
+class FairDeployment(Started):
     """Use as a context manager. `gateways` are the four, `control` the fifth, as base URLs."""
 
     def __init__(self, console: Console, speed: Speed) -> None:
@@ -59,19 +59,6 @@ class FairDeployment:
         self.gateways = [f"http://{HOST}:{port}" for port in own]
         self.control = f"http://{HOST}:{self._more[GATEWAYS - 1]}"
         self._admin: AdminClient | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
 
     def tenant(self, slug: str, weight: float, floor: float = 0.0) -> str:
         """A new tenant's key."""
@@ -137,7 +124,7 @@ class FairDeployment:
                 raise LocalError(f"{url} did not answer within {READY_S:.0f} s", ExitCode.START_FAILED)
             self._stack.turn(0.1)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         for child in self._children:
             with contextlib.suppress(OSError):
                 child.stop(signal.SIGTERM, 3.0)

@@ -9,14 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,17 +22,16 @@ from controlplane.lab.bench.requests import Target, body
 from controlplane.local.child import Child, spawn
 from controlplane.local.logs import last_line
 from controlplane.local.ports import free_ports
+from dataplane.bench.environment import Environments, run, version_of
+from dataplane.bench.errors import NotToBeHadError
 from dataplane.bench.processes import pin
+from dataplane.bench.started import Started
 
-INSTALL_S = 1200.0
 READY_S = 180.0
+PRISMA_S = 120.0
 KEY = "sk-bench-0123456789"
 LITELLM = "litellm[proxy]"
 PORTKEY = "@portkey-ai/gateway"
-
-
-class NotToBeHadError(Exception):
-    """A rival cannot be installed or started; the message says why in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +52,12 @@ class Plan:
 
 def litellm(deployment: Deployment, folder: Path, tell: Callable[[str], None]) -> list[Plan]:
     """LiteLLM's proxy, as it starts by default and on granian. Raises NotToBeHadError."""
-    environment = folder / "litellm"
-    python = environment / "bin" / "python"
-    if not (environment / "bin" / "litellm").exists():
-        tell("installing LiteLLM's proxy into an environment of its own (minutes)")
-        _run([sys.executable, "-m", "venv", "--clear", str(environment)], "make an environment for LiteLLM")
-        _run([str(python), "-m", "pip", "install", "-q", LITELLM, "prisma"], "install LiteLLM")
+    python = Environments(folder, tell).python("litellm", (LITELLM, "prisma"))
+    environment = python.parents[1]
     database = _prisma(environment)
     config = folder / "litellm.json"  # YAML takes JSON
     config.write_bytes(msgspec.json.encode(_litellm_config(deployment)))
-    version = _run(
-        [str(python), "-c", "import importlib.metadata as m; print(m.version('litellm'))"], "ask LiteLLM its version"
-    )
+    version = version_of(python, "litellm")
     setup = f"master key, Redis and a provider budget on, database {database}"
     variables = {"LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     plans = []
@@ -90,7 +79,7 @@ def portkey(deployment: Deployment, folder: Path, tell: Callable[[str], None]) -
         tell("installing Portkey's gateway from npm")
         (folder / "portkey").mkdir(parents=True, exist_ok=True)
         install = [npm, "install", "--no-fund", "--no-audit", "--ignore-scripts", "--prefix", str(folder / "portkey")]
-        _run([*install, PORTKEY], "install Portkey's gateway")
+        run([*install, PORTKEY], "install Portkey's gateway")
     version = str(msgspec.json.decode((home / "package.json").read_bytes())["version"])
     port = free_ports(1)[0]
     engine = f"http://127.0.0.1:{deployment.engine_port}/v1"
@@ -106,7 +95,7 @@ SOURCES: tuple[tuple[str, Callable[[Deployment, Path, Callable[[str], None]], li
 )
 
 
-class Rival:
+class Rival(Started):
     """A rival that runs on the gateway's core. Use as a context manager. Raises NotToBeHadError when it does not come
     to answer."""
 
@@ -115,19 +104,6 @@ class Rival:
         self._deployment = deployment
         self._child: Child | None = None
         self.target = plan.target(deployment.model)
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def pid(self) -> int:
@@ -185,26 +161,9 @@ def _prisma(environment: Path) -> str:
     path = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
     if schema is None or not (binaries / "prisma").exists():
         return "off (its prisma client does not install)"
+    generate = [str(binaries / "prisma"), "generate", "--schema", str(schema)]
     try:
-        done = subprocess.run(  # noqa: S603 - fixed arguments
-            [str(binaries / "prisma"), "generate", "--schema", str(schema)],
-            env={**os.environ, "PATH": path},
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        run(generate, "generate LiteLLM's database layer", environment={"PATH": path}, within_s=PRISMA_S)
+    except NotToBeHadError:
         return "off (its prisma engine cannot be fetched)"
-    return "off (not configured)" if done.returncode == 0 else "off (its prisma engine cannot be fetched)"
-
-
-def _run(command: list[str], what: str) -> str:
-    """What `command` printed. Raises NotToBeHadError."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotToBeHadError(f"cannot {what}: {error}") from None
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise NotToBeHadError(f"cannot {what}: {said[0][:200]}")
-    return done.stdout.strip()
+    return "off (not configured)"

@@ -15,8 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
@@ -31,6 +30,7 @@ from controlplane.local.stack import TIDEGATE, Options, Ports, Stack, model_name
 from controlplane.settings import Secret, Settings
 from controlplane.tenants.admin_client import AdminClient
 from dataplane.bench.processes import tree
+from dataplane.bench.started import Started
 from dataplane.protocol import UsageRecord
 
 LEASE_TTL_S = 6.0
@@ -122,7 +122,7 @@ class ChaosStack(Stack):
         )
 
 
-class Deployment:
+class Deployment(Started):
     """Use as a context manager: whatever was started is stopped at the end, however it comes."""
 
     def __init__(self, console: Console) -> None:
@@ -138,19 +138,6 @@ class Deployment:
         self.admin: AdminClient
         self.api_token = ""
         self.begun_at = time.time()
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def settings(self) -> Settings:

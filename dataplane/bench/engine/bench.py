@@ -22,8 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dataplane.bench.engine.case import EngineCase, checkpoint_hash
 from dataplane.bench.engine.client import Caller
-from dataplane.bench.engine.environment import Environments
-from dataplane.bench.engine.errors import BenchError, NotToBeHadError, SideError
 from dataplane.bench.engine.findings import alone, compared, table_alone, table_of
 from dataplane.bench.engine.paired import METHOD
 from dataplane.bench.engine.peers import llama_cpp, ours, transformers, vllm
@@ -32,6 +30,8 @@ from dataplane.bench.engine.prompts import Prompts
 from dataplane.bench.engine.server import Launch, Server
 from dataplane.bench.engine.turns import Measured, Side, Turns
 from dataplane.bench.engine.workloads import LONGEST, MAKERS, SEATS, Arrivals, Batch, Workload, batch_of_equal
+from dataplane.bench.environment import Environments
+from dataplane.bench.errors import BenchError, NotToBeHadError, SideError
 from dataplane.bench.report import Report, Table
 from dataplane.config import find_model
 from dataplane.hardware.probe import cpu_name

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.bench.engine.errors import CaseError
+from dataplane.bench.errors import CaseError
 
 WEIGHTS = frozenset({".gguf", ".safetensors"})
 

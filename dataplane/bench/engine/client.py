@@ -16,8 +16,8 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from dataplane.bench.engine.errors import SideError
 from dataplane.bench.engine.prompts import Prompt
+from dataplane.bench.errors import SideError
 
 READ_S = 600.0
 """Silence after which a server counts as hung."""

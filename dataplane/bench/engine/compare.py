@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from dataplane.bench.engine.case import require_same_case
-from dataplane.bench.engine.errors import CaseError
 from dataplane.bench.engine.findings import TITLES
+from dataplane.bench.errors import CaseError
 from dataplane.bench.report import Report, Table
 
 COLUMNS = ("load", "figure", "then", "now", "now / then")

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dataplane.bench.engine.errors import NotToBeHadError
+from dataplane.bench.errors import NotToBeHadError
 from dataplane.gguf_tokenizer import gguf_backend
 from dataplane.models.gguf_file import GGUFFile
 from dataplane.models.shape import ModelShape, read_json

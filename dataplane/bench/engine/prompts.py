@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane.bench.engine.errors import BenchError
+from dataplane.bench.errors import BenchError
 from dataplane.tokenizer import Tokenizer
 
 WORD = re.compile(rb" [a-z]{2,}")

@@ -16,12 +16,11 @@ import urllib.request
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from dataplane.bench.engine.client import Endpoint
-from dataplane.bench.engine.errors import NotToBeHadError, SideError
+from dataplane.bench.errors import NotToBeHadError, SideError
 from dataplane.bench.processes import cpu_seconds
+from dataplane.bench.started import Started
 
 SCRIPT = Path(__file__).with_name("launch.py")
 READY_S = 900.0
@@ -47,7 +46,7 @@ class Launch:
     """A path that answers 200 once the model is loaded."""
 
 
-class Server:
+class Server(Started):
     """Use as a context manager: entering waits until it is ready. Raises NotToBeHadError when it does not come to
     answer. `cores` are those it may run on; its output goes to `log`."""
 
@@ -56,19 +55,6 @@ class Server:
         self._cores = ",".join(str(core) for core in sorted(cores))
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     @property
     def name(self) -> str:
@@ -96,10 +82,9 @@ class Server:
         begun = time.monotonic()
         while time.monotonic() - begun < SETTLE_S:
             before = self.cpu_seconds()
-            time.sleep(LOOK_S)
+            self.check(LOOK_S)
             if self.cpu_seconds() - before <= IDLE_SHARE * LOOK_S:
                 return
-            self.check()
         raise SideError(f"{self.name} computes although it was asked for nothing")
 
     def said(self) -> str:
@@ -135,11 +120,11 @@ class Server:
             )
         begun = time.monotonic()
         while not self._healthy():
-            if self._process.poll() is not None:
-                raise NotToBeHadError(f"{self.name} ended when it was started: {self.said()}")
             if time.monotonic() - begun > READY_S:
                 raise NotToBeHadError(f"{self.name} was not ready within {READY_S:.0f} s: {self.said()}")
-            time.sleep(LOOK_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LOOK_S)
+                raise NotToBeHadError(f"{self.name} ended when it was started: {self.said()}")
 
     def _healthy(self) -> bool:
         endpoint = self.launch.endpoint

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dataplane.bench.engine.client import Caller
-from dataplane.bench.engine.errors import SideError
 from dataplane.bench.engine.prompts import Prompts
 from dataplane.bench.engine.server import IDLE_SHARE
 from dataplane.bench.engine.workloads import Figures, Plan, Workload
+from dataplane.bench.errors import SideError
 
 OURS, PEER = 0, 1
 ENDING_S = 2.0

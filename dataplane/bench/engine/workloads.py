@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any, Protocol
 
 from dataplane.bench.engine.client import Answer, Ask, Caller
-from dataplane.bench.engine.errors import SideError
 from dataplane.bench.engine.paired import quantile
 from dataplane.bench.engine.prompts import Prompts
+from dataplane.bench.errors import SideError
 
 Plan = Sequence[Sequence[Ask]]
 """Groups of requests, one group after another is answered."""

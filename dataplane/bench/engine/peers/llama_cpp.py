@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dataplane.bench.engine.client import Endpoint
-from dataplane.bench.engine.environment import run
-from dataplane.bench.engine.errors import NotToBeHadError
 from dataplane.bench.engine.peers.setting import HOST, Setting
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.environment import run
+from dataplane.bench.errors import NotToBeHadError
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.36"

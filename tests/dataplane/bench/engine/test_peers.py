@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.bench.engine.environment import Environments, run
-from dataplane.bench.engine.errors import BenchError, NotToBeHadError
 from dataplane.bench.engine.peers import llama_cpp, ours
 from dataplane.bench.engine.peers.setting import Setting
+from dataplane.bench.environment import Environments, run
+from dataplane.bench.errors import BenchError, NotToBeHadError
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What can go wrong with a bench of the engine, each said in one sentence.
+"""What can go wrong with a bench, each said in one sentence.
 
 Layer: service. Plain data.
 """

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dataplane.bench.engine.errors import NotToBeHadError
+from dataplane.bench.errors import NotToBeHadError
 
 INSTALL_S = 3600.0
 DONE = "installed.json"
@@ -62,7 +62,13 @@ def version_of(python: Path, package: str) -> str:
     return run([str(python), "-c", code], f"ask for the version of {package}").splitlines()[-1]
 
 
-def run(command: Sequence[str], what: str, *, environment: Mapping[str, str] | None = None) -> str:
+def run(
+    command: Sequence[str],
+    what: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    within_s: float = INSTALL_S,
+) -> str:
     """What `command` printed. Raises NotToBeHadError: "cannot" and `what`. Nothing it started stays behind, however
     this ends."""
     try:
@@ -78,9 +84,9 @@ def run(command: Sequence[str], what: str, *, environment: Mapping[str, str] | N
     except OSError as error:
         raise NotToBeHadError(f"cannot {what}: {error}") from None
     try:
-        out, err = process.communicate(timeout=INSTALL_S)
+        out, err = process.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
-        raise NotToBeHadError(f"cannot {what}: it took more than {INSTALL_S:.0f} s") from None
+        raise NotToBeHadError(f"cannot {what}: it took more than {within_s:.0f} s") from None
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
