@@ -82,6 +82,7 @@ def roofline(
 
 
 LOADS = ("w1", "w2", "w3_equal", "w3_mixed", "w4", "w5")
+PEERS = ("transformers", "llama.cpp", "vllm", "self")
 PEER_FORMATS = ("shipped", "f32", "f16", "q8_0", "q4_0", "q4_1")
 ENGINE_EXITS = """
 \b
@@ -100,7 +101,7 @@ Exit codes:
 @click.option(
     "--against",
     multiple=True,
-    type=click.Choice(["transformers", "llama.cpp", "vllm", "self"]),
+    type=click.Choice(PEERS),
     help="Install this peer and take turns with it; may be given several times. `self` is the control: ratio 1.",
 )
 @click.option("--pairs", default=10, show_default=True, type=click.IntRange(1), help="Turns of each side.")

@@ -1,7 +1,8 @@
 """What weights in fewer bits cost in quality: each format beside float32 arithmetic on the same weights, on one text.
 
-Layer: service. Both engines compute the same tokens of the same text chunk by chunk, so that every figure is of pairs
-and only one chunk's logits are held. The control is float32 run by the kernels instead of torch: it must show nothing.
+Layer: service. All formats and one reference compute the same tokens of the same text, chunk by chunk, so that every
+figure is of pairs and only one chunk's logits are held; together they take the memory of about three float32 models.
+The control is float32 run by the kernels instead of torch: it must show nothing.
 
 Keys of `results`, for each row: `perplexity`; `perplexity_change` against eager float32 and its standard error
 `perplexity_error`, both as ratios (0.01 is one per cent); `agreement`, the share of positions with the same likeliest
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -95,27 +97,36 @@ def run(case: QualityCase, tell: Callable[[str], None] = lambda _: None) -> Repo
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     report = Report("quality", {**asdict(case), "text": digest, "scored": len(tokens) - 1}, seed=0)
     formats = [one for one in WeightFormat if one is not WeightFormat.BLOCKS or holds_blocks(reference.model.path)]
-    for weights in formats:
-        tell(weights)
-        report.results[weights] = _compare(case, weights, tokens)
+    report.results |= _compare(case, formats, tokens, tell)
     report.tables.append(_table(report.results))
     return report
 
 
-def _compare(case: QualityCase, weights: WeightFormat, tokens: list[int]) -> dict[str, Any]:
-    length, scores = len(tokens), Scores()
-    ours = ModelRunner(_config(case, ForwardKind.CAPTURED, weights, length), lambda: 0.0)
-    theirs = ModelRunner(_config(case, ForwardKind.EAGER, WeightFormat.FLOAT32, length), lambda: 0.0)
-    at = 0
-    for one, two in zip(_logits(ours, tokens), _logits(theirs, tokens), strict=True):
-        targets = torch.tensor(tokens[at + 1 : at + 1 + len(one)])
-        if len(targets):
-            scores.take(one[: len(targets)], two[: len(targets)], targets)
-        at += len(one)
-    found = scores.results() | {"weight_bytes": ours.forward.facts.weight_bytes, "bar": BARS[weights]}
-    ours.close()
-    theirs.close()
-    return found | {"holds": abs(found["perplexity_change"]) <= BARS[weights]}
+def _compare(
+    case: QualityCase, formats: Sequence[WeightFormat], tokens: list[int], tell: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Each format's figures."""
+    scores = {weights: Scores() for weights in formats}
+    with ExitStack() as stack:
+
+        def runner(forward: ForwardKind, weights: WeightFormat) -> ModelRunner:
+            return stack.enter_context(closing(ModelRunner(_config(case, forward, weights, len(tokens)), lambda: 0.0)))
+
+        reference = runner(ForwardKind.EAGER, WeightFormat.FLOAT32)
+        ours = {weights: runner(ForwardKind.CAPTURED, weights) for weights in formats}
+        chunks = zip(_logits(reference, tokens), *(_logits(one, tokens) for one in ours.values()), strict=True)
+        for start, (expected, *found) in zip(range(0, len(tokens), CHUNK), chunks, strict=True):
+            targets = torch.tensor(tokens[start + 1 : start + 1 + len(expected)])
+            for score, logits in zip(scores.values(), found, strict=True):
+                if len(targets):
+                    score.take(logits[: len(targets)], expected[: len(targets)], targets)
+            tell(f"{start + len(expected):,} of {len(tokens):,} tokens")
+        sizes = {weights: one.forward.facts.weight_bytes for weights, one in ours.items()}
+    results = {}
+    for weights, score in scores.items():
+        figures = score.results() | {"weight_bytes": sizes[weights], "bar": BARS[weights]}
+        results[weights.value] = figures | {"holds": abs(figures["perplexity_change"]) <= BARS[weights]}
+    return results
 
 
 def _config(case: QualityCase, forward: ForwardKind, weights: WeightFormat, length: int = 0) -> EngineConfig:

@@ -175,11 +175,6 @@ class ModelShape:
         attention = 4.0 * self.layers * self.heads * self.head_dim * pairs
         return 2.0 * self.layer_parameters * tokens + attention + 2.0 * self.head_parameters * sampled
 
-    def step_bytes(self, context_tokens: int, sampled: int) -> float:
-        """Bytes a step must read: the layers' weights, the LM head if a row is sampled, the KV of its contexts."""
-        head = self.head_parameters if sampled else 0
-        return FLOAT_BYTES * (self.layer_parameters + head) + self.kv_bytes_per_token * float(context_tokens)
-
     @classmethod
     def read(cls, path: Path) -> ModelShape:
         """From a GGUF file or a folder with `config.json`. Raises CheckpointError naming what is missing."""

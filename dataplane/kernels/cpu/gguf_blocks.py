@@ -13,7 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from dataplane.kernels.cpu.layout import Bytes, Floats, Halves, Quantised
+from dataplane.kernels.cpu.layout import Bytes, Floats, Halves, Quantised, to_half
 from dataplane.kernels.packed import BLOCK, Format
 
 Kind = GGMLQuantizationType
@@ -98,12 +98,7 @@ def _six_bits(blocks: Bytes) -> tuple[Halves, Halves]:
     m = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1).astype(np.float32)
     s *= _half(blocks, 0)[..., None].astype(np.float32)
     m *= -_half(blocks, 2)[..., None].astype(np.float32)
-    return _to_half(s).reshape(len(s), -1), _to_half(m).reshape(len(m), -1)
-
-
-def _to_half(x: Floats) -> Halves:
-    with np.errstate(over="ignore"):  # an overflow is infinite and is refused with the others
-        return x.astype(np.float16)
+    return to_half(s).reshape(len(s), -1), to_half(m).reshape(len(m), -1)
 
 
 def _four_bits_of_super(blocks: Bytes, at: int) -> Bytes:
@@ -142,11 +137,11 @@ def _one_scale(q: NDArray[np.int8], scales: Floats) -> Quantised:
     w = q.astype(np.float32) * scales[..., None]
     sizes: Floats = np.abs(scales)
     peak: Floats = np.abs(w).max(axis=(2, 3))
-    best = _to_half(peak / np.float32(127))
+    best = to_half(peak / np.float32(127))
     least = _error(w, best)
     for part in MULTIPLES:
         for half in (0, 1):
-            scale = _to_half(sizes[..., half] / np.float32(part))
+            scale = to_half(sizes[..., half] / np.float32(part))
             error = np.where(scale.astype(np.float32) * 127.5 >= peak, _error(w, scale), np.inf)
             better = error < least
             best, least = np.where(better, scale, best), np.where(better, error, least)

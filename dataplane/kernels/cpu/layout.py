@@ -37,6 +37,12 @@ class Quantised(NamedTuple):
     minima: Halves | None
 
 
+def to_half(x: Floats) -> Halves:
+    """What is too large becomes infinite, which is refused with everything that is not finite."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16)
+
+
 def nbytes(form: Format, rows: int, columns: int, *, minima: bool | None = None) -> int:
     """Bytes of a packed matrix. `minima`: whether an INT8 one has any (none unless said)."""
     padded = -(-rows // PANEL) * PANEL

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-from numpy.typing import NDArray
 
 from dataplane.kernels.cpu import layout
 from dataplane.kernels.cpu.gguf_blocks import FOUR_BITS, columns_of, quantised
-from dataplane.kernels.cpu.layout import Bytes, Floats, Halves, Quantised, nbytes
+from dataplane.kernels.cpu.layout import Bytes, Floats, Halves, Quantised, nbytes, to_half
 from dataplane.kernels.packed import BLOCK, Format, Packed
 
 __all__ = ["nbytes", "pack_blocks", "pack_float32", "pack_int4", "pack_int8", "unpack"]
@@ -38,39 +37,31 @@ def pack_float32(w: Floats) -> Packed:
     return layout.arrange_floats(w)
 
 
-def pack_int8(w: Floats, importance: Floats | None = None) -> Packed:
+def pack_int8(w: Floats) -> Packed:
     """w [rows, columns] with a scale per row and block of 32 columns, symmetric.
 
-    `importance` [columns] weighs the squared error of each column; with it smaller scales are tried too, which cut the
-    largest numbers off. Raises ValueError as `pack_float32`, and for columns that are not whole blocks.
+    Raises ValueError as `pack_float32`, and for columns that are not whole blocks.
     """
     _check(w, BLOCK)
-    tried = (1.0,) if importance is None else (1.0, 0.98, 0.96, 0.93, 0.9)
-    weights = None if importance is None else importance.reshape(1, -1, BLOCK)
-    parts = [_int8(piece.reshape(len(piece), -1, BLOCK), weights, tried) for piece in _pieces(w)]
-    return _finite(layout.arrange(Format.INT8, parts))
+    return _finite(layout.arrange(Format.INT8, [_int8(piece.reshape(len(piece), -1, BLOCK)) for piece in _pieces(w)]))
 
 
-def pack_int4(w: Floats, group: int = 128, importance: Floats | None = None) -> Packed:
+def pack_int4(w: Floats, group: int = 128) -> Packed:
     """w [rows, columns] with scale and minimum per row and `group` columns (of the last group, those that are left).
 
-    They are the best of a small search for the least squared error, which `importance` [columns] weighs. Raises
-    ValueError as `pack_int8`, and for a group that is not whole blocks.
+    They are the best of a small search for the least squared error. Raises ValueError as `pack_int8`, and for a group
+    that is not whole blocks.
     """
     _check(w, BLOCK)
     if group < BLOCK or group % BLOCK:
         raise ValueError(f"a group of {group} columns is not whole blocks of {BLOCK}")
-    weights = np.ones(w.shape[1], dtype=np.float32) if importance is None else importance.astype(np.float32)
     whole = w.shape[1] // group * group
     spans = [
         (at, end, size) for at, end, size in ((0, whole, group), (whole, w.shape[1], w.shape[1] - whole)) if at < end
     ]
     parts = []
     for piece in _pieces(w):
-        done = [
-            _int4(piece[:, at:end].reshape(len(piece), -1, size), weights[at:end].reshape(1, -1, size))
-            for at, end, size in spans
-        ]
+        done = [_int4(piece[:, at:end].reshape(len(piece), -1, size)) for at, end, size in spans]
         q, scales, minima = (np.concatenate(part, axis=1) for part in zip(*done, strict=True))
         parts.append(Quantised(q, scales, minima))
     return _finite(layout.arrange(Format.UINT4, parts))
@@ -115,37 +106,21 @@ def _finite(packed: Packed) -> Packed:
     return packed
 
 
-def _int8(w: Floats, importance: Floats | None, tried: Sequence[float]) -> Quantised:
-    """w [rows, blocks, 32], importance [1, blocks, 32]."""
-    peak = np.maximum(w.max(axis=-1), -w.min(axis=-1))
-    best: tuple[NDArray[np.int8], Halves, Floats] | None = None
-    for shrink in tried:
-        scale = _half(peak * np.float32(shrink / 127))
-        wide = scale.astype(np.float32)[..., None]
-        q = np.rint(w * np.divide(1.0, wide, out=np.zeros_like(wide), where=wide > 0))
-        np.clip(q, -127, 127, out=q)
-        if importance is None:
-            return Quantised(q.astype(np.int8).reshape(len(w), -1), scale, None)
-        away = q * wide - w
-        error: Floats = (away * away * importance).sum(-1)
-        if best is None:
-            best = (q.astype(np.int8), scale, error)
-            continue
-        better = error < best[2]
-        best[0][better] = q[better].astype(np.int8)
-        best[1][better], best[2][better] = scale[better], error[better]
-    assert best is not None
-    return Quantised(best[0].reshape(len(w), -1), best[1], None)
+def _int8(w: Floats) -> Quantised:
+    """w [rows, blocks, 32]."""
+    scale = to_half(np.maximum(w.max(axis=-1), -w.min(axis=-1)) * np.float32(1 / 127))
+    wide = scale.astype(np.float32)[..., None]
+    q = np.rint(w * np.divide(1.0, wide, out=np.zeros_like(wide), where=wide > 0))
+    return Quantised(np.clip(q, -127, 127, out=q).astype(np.int8).reshape(len(w), -1), scale, None)
 
 
-def _int4(w: Floats, importance: Floats) -> tuple[Bytes, Halves, Halves]:
-    """q [rows, columns], scales and minima [rows, blocks] of w [rows, groups, size], importance [1, groups, size].
+def _int4(w: Floats) -> tuple[Bytes, Halves, Halves]:
+    """q [rows, columns], scales and minima [rows, blocks] of w [rows, groups, size].
 
-    From each start, q is rounded for scale and minimum and these are fitted to q by weighted least squares, in turn.
+    From each start, q is rounded for scale and minimum and these are fitted to q by least squares, in turn.
     """
     low, high = w.min(axis=-1, keepdims=True), w.max(axis=-1, keepdims=True)
-    total = importance.sum(-1, keepdims=True)
-    mean = (importance * w).sum(-1, keepdims=True) / total
+    mean = w.mean(axis=-1, keepdims=True)
     least = np.full(low.shape, np.inf, dtype=np.float32)
     best_scale, best_minimum = np.zeros_like(low), low.copy()
     for shrink in SHRINKS:
@@ -153,16 +128,15 @@ def _int4(w: Floats, importance: Floats) -> tuple[Bytes, Halves, Halves]:
         minimum = low + (high - low) * np.float32((1 - shrink) / 2)
         for _ in range(ROUNDS):
             q = _levels(w, scale, minimum)
-            centre = (importance * q).sum(-1, keepdims=True) / total
+            centre = q.mean(axis=-1, keepdims=True)
             spread = q - centre
-            weighted = spread * importance
-            square = (weighted * spread).sum(-1, keepdims=True)
-            product = (weighted * w).sum(-1, keepdims=True)
+            square = (spread * spread).sum(-1, keepdims=True)
+            product = (spread * w).sum(-1, keepdims=True)
             scale = np.divide(product, square, out=np.zeros_like(scale), where=square > 0)
             minimum = mean - scale * centre
-        wide_scale, wide_minimum = _half(scale).astype(np.float32), _half(minimum).astype(np.float32)
+        wide_scale, wide_minimum = to_half(scale).astype(np.float32), to_half(minimum).astype(np.float32)
         away = _levels(w, wide_scale, wide_minimum) * wide_scale + wide_minimum - w
-        error = (away * away * importance).sum(-1, keepdims=True)
+        error = (away * away).sum(-1, keepdims=True)
         better = error < least
         least = np.where(better, error, least)
         best_scale, best_minimum = (
@@ -171,7 +145,7 @@ def _int4(w: Floats, importance: Floats) -> tuple[Bytes, Halves, Halves]:
         )
     levels = _levels(w, best_scale, best_minimum).astype(np.uint8).reshape(len(w), -1)
     blocks = w.shape[2] // BLOCK
-    scales, minima = (_half(x[..., 0]).repeat(blocks, axis=1) for x in (best_scale, best_minimum))
+    scales, minima = (to_half(x[..., 0]).repeat(blocks, axis=1) for x in (best_scale, best_minimum))
     return levels, scales, minima
 
 
@@ -179,8 +153,3 @@ def _levels(w: Floats, scale: Floats, minimum: Floats) -> Floats:
     """q in 0…15 nearest to (w − minimum) / scale; 0 where the scale is 0."""
     q = (w - minimum) * np.divide(1.0, scale, out=np.zeros_like(scale), where=scale > TINY)
     return np.clip(np.rint(q, out=q), 0, 15, out=q)
-
-
-def _half(x: Floats) -> Halves:
-    with np.errstate(over="ignore"):  # an overflow is infinite and is refused with the others
-        return x.astype(np.float16)

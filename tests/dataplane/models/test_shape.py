@@ -42,8 +42,6 @@ def test_weights_and_steps_cost_what_the_formulas_say(tmp_path: Path) -> None:
     matrices = sum(tensor.nbytes for tensor in model.weights().values() if tensor.ndim == 2)
     assert shape.weight_bytes == matrices
     assert shape.step_flops(2, 3, 1) == 2 * 2 * shape.layer_parameters + 4 * 3 * 4 * 16 * 3 + 2 * 64 * 128
-    assert shape.step_bytes(10, 0) == 4 * shape.layer_parameters + 10 * shape.kv_bytes_per_token
-    assert shape.step_bytes(10, 2) - shape.step_bytes(10, 0) == 4 * 64 * 128
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,19 @@ inline __m512i broadcast4(const int8_t* p) {
     return _mm512_set1_epi32(four);
 }
 
+// [8][16 outputs][4 columns] of unsigned bytes, as `weights_at` reads 64 of them.
+template <int R, class Load>
+inline void add_products(const uint8_t* w, const int8_t* x, int64_t stride, I (&out)[R], Load weights_at) {
+    UNROLL
+    for (int g = 0; g < 8; ++g) {
+        const __m512i weights = weights_at(w + g * 64);
+        UNROLL
+        for (int r = 0; r < R; ++r) {
+            out[r].v = _mm512_dpbusd_epi32(out[r].v, weights, broadcast4(x + r * stride + g * 4));
+        }
+    }
+}
+
 struct Uint4 {
     using Activation = int8_t;
     static constexpr int BYTES = 256;  // of a block of a panel as stored: 32 columns of 16 outputs
@@ -36,14 +49,7 @@ struct Uint4 {
 
     template <int R>
     static void dot_unpacked(const uint8_t* w, const int8_t* x, int64_t stride, I (&out)[R]) {
-        UNROLL
-        for (int g = 0; g < 8; ++g) {
-            const __m512i weights = load_bytes(w + g * 64);
-            UNROLL
-            for (int r = 0; r < R; ++r) {
-                out[r].v = _mm512_dpbusd_epi32(out[r].v, weights, broadcast4(x + r * stride + g * 4));
-            }
-        }
+        add_products<R>(w, x, stride, out, [](const uint8_t* p) { return load_bytes(p); });
     }
 
     template <int R>
@@ -80,26 +86,12 @@ struct Int8 {
 
     template <int R>
     static void dot_unpacked(const uint8_t* w, const int8_t* x, int64_t stride, I (&out)[R]) {
-        UNROLL
-        for (int g = 0; g < 8; ++g) {
-            const __m512i weights = load_bytes(w + g * 64);
-            UNROLL
-            for (int r = 0; r < R; ++r) {
-                out[r].v = _mm512_dpbusd_epi32(out[r].v, weights, broadcast4(x + r * stride + g * 4));
-            }
-        }
+        add_products<R>(w, x, stride, out, [](const uint8_t* p) { return load_bytes(p); });
     }
 
     template <int R>
     static void dot(const uint8_t* w, const int8_t* x, int64_t stride, I (&out)[R]) {
-        UNROLL
-        for (int g = 0; g < 8; ++g) {
-            const __m512i weights = unsigned_of(w + g * 64);
-            UNROLL
-            for (int r = 0; r < R; ++r) {
-                out[r].v = _mm512_dpbusd_epi32(out[r].v, weights, broadcast4(x + r * stride + g * 4));
-            }
-        }
+        add_products<R>(w, x, stride, out, [](const uint8_t* p) { return unsigned_of(p); });
     }
 };
 

@@ -1,9 +1,7 @@
 // Sixteen lanes as one register of AVX-512 (F, BW, DQ, VL).
 #pragma once
 
-#include <immintrin.h>
-
-#include <cstdint>
+#include "vector_x86.h"
 
 namespace tidegate {
 namespace TIER {
@@ -51,49 +49,16 @@ inline F scale_by_power(F x, I n) {
 
 // Lane i with i + 8, then with i + 4, i + 2, i + 1: one order for every tier.
 inline float sum(F x) {
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
-    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+    return sum8(_mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)));
 }
 inline float largest(F x) {
-    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
-    __m128 v = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+    return largest8(_mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)));
 }
 inline int32_t sum(I x) {
-    const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti64x4_epi64(x.v, 1));
-    __m128i v = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xB1)));
+    return sum8(_mm256_add_epi32(_mm512_castsi512_si256(x.v), _mm512_extracti64x4_epi64(x.v, 1)));
 }
 inline void store_bytes(int8_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x.v));
-}
-
-inline void transpose8(const float* from, int64_t stride, float* to) {
-    __m256 r[8], t[8];
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * stride);
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
-        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-    }
-    for (int i = 0; i < 4; ++i) {
-        _mm256_storeu_ps(to + i * 16, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * 16, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-    }
-}
-// Eight columns of sixteen rows that lie `stride` apart become eight rows of sixteen: to[column · 16 + row].
-inline void transpose16x8(const float* from, int64_t stride, float* to) {
-    transpose8(from, stride, to);
-    transpose8(from + 8 * stride, stride, to + 8);
 }
 
 constexpr int FLOAT_ROWS = 12;  // of a tile of FLOAT32: 12 rows of two panels are 24 of 32 registers

@@ -19,9 +19,11 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from controlplane.cli import main
+from dataplane.bench import cli
 from dataplane.bench.engine import bench as bench_module
 from dataplane.bench.engine import server as server_module
 from dataplane.bench.engine.bench import Asked, Outcome, run
+from dataplane.bench.engine.peers import llama_cpp
 from dataplane.bench.engine.peers.setting import Prepare, Setting
 from dataplane.bench.engine.server import Launch
 from dataplane.bench.engine.workloads import MAKERS, Arrivals
@@ -53,6 +55,13 @@ def ours(*flags: str) -> bench_module.Ours:
 
 def peer(name: str, *flags: str) -> Prepare:
     return lambda setting: launch_of(name, *flags)
+
+
+def test_what_the_command_line_offers_is_what_there_is() -> None:
+    """It names them itself, so that `--help` loads no bench."""
+    assert tuple(MAKERS) == cli.LOADS
+    assert set(llama_cpp.FORMATS) == set(cli.PEER_FORMATS)
+    assert {*bench_module.PEERS, bench_module.SELF} == set(cli.PEERS)
 
 
 def nowhere(setting: Setting) -> Launch:

@@ -12,8 +12,8 @@ from tests.dataplane.kernels.cpu.programs import noise
 SIZES = ((1, 32), (16, 128), (35, 576), (100, 96))
 
 
-def error(w: np.ndarray, packed: packing.Packed, importance: np.ndarray | float = 1.0) -> float:
-    return float((((packing.unpack(packed) - w) ** 2) * importance).mean())
+def error(w: np.ndarray, packed: packing.Packed) -> float:
+    return float(((packing.unpack(packed) - w) ** 2).mean())
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
@@ -44,15 +44,6 @@ def test_four_bits_are_better_than_the_whole_range_in_fifteen_steps() -> None:
     scale = (high - low) / 15
     plain = np.rint((groups - low) / scale) * scale + low
     assert error(w, packing.pack_int4(w)) < 0.9 * float(((plain - groups) ** 2).mean())
-
-
-def test_what_is_important_is_kept_better() -> None:
-    w = noise(64, 256)
-    importance = np.ones(256, dtype=np.float32)
-    importance[::8] = 100.0
-    for pack in (packing.pack_int4, packing.pack_int8):
-        weighed = pack(w, importance=importance)
-        assert error(w, weighed, importance) < error(w, pack(w), importance)
 
 
 def test_a_last_group_may_be_shorter() -> None:
