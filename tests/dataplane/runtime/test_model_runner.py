@@ -253,6 +253,18 @@ def test_a_failure_of_the_model_outweighs_what_the_request_is_at_fault_for(
     assert (result.errors, result.refusals) == ({"a": NOT_FINITE}, {})
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("forward", ["eager", "captured"])
+def test_a_step_reads_the_layers_and_the_head_where_a_row_is_sampled(tmp_path: Path, forward: str, tied: bool) -> None:
+    folder = write_safetensors(tmp_path, tiny_config(tie_word_embeddings=tied))
+    config = EngineConfig.resolve(folder, num_blocks=33, threads=1, forward=forward)
+    shape, norms = config.model.shape, 2 * config.model.shape.layers + 1
+    with closing(ModelRunner(config, lambda: 0.0)) as runner:
+        facts = runner.forward.facts
+    assert facts.step_bytes(sampled=0) == 4 * (shape.layer_parameters + norms * shape.hidden)
+    assert facts.step_bytes(sampled=3) - facts.step_bytes(sampled=0) == 4 * shape.head_parameters
+
+
 def test_steps_in_a_thread_are_the_same_steps(folder: Path, runner: ModelRunner) -> None:
     """Three decodes submitted before the first result is asked for; the tokens travel inside the executor."""
     plans = [Plan(1, {"a": 20}, frozenset("a"), new=(new("a", PROMPT[:20], [1, 2, 3]),))]
