@@ -2,7 +2,6 @@
 // Each event carries the points that changed since the last one: {from, columns, rows: [[at, …], …]}.
 (() => {
   const STYLES = { 1: [], 2: [6, 3], 3: [2, 2], 4: [6, 3], 5: [6, 3] };
-  const HALF_A_LABEL = 34; // what the last label of the time axis needs beyond the plot, in pixels
   const COLUMN_LABEL = { seconds: "s", rate: "/s", tokens: "tok/s", ratio: "%" };
   let points = new Map(); // at → {column: value or null}
   let charts = [];
@@ -31,6 +30,14 @@
       const places = [0, 1, 2].find((each) => Math.abs(step - Number(step.toFixed(each))) < step / 100) ?? 3;
       return ticks.map((tick) => `${(tick * scale).toLocaleString("en", { minimumFractionDigits: places, maximumFractionDigits: places })}${suffix}`);
     };
+  }
+
+  // What the last label of the time axis may need beyond the plot, in pixels: half of it, in the reader's font and locale.
+  function halfALabel(font) {
+    const pen = document.createElement("canvas").getContext("2d");
+    pen.font = font;
+    const widths = [0, 12, 20, 22].map((hour) => pen.measureText(new Date(2000, 0, 1, hour, 48, 48).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" })).width);
+    return Math.ceil(Math.max(...widths) / 2);
   }
 
   // A point with a gap on both sides would be invisible as a line: show it as a dot.
@@ -69,13 +76,14 @@
 
     build() {
       this.plot?.destroy();
-      const axis = { stroke: css("--muted-foreground"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: `11px ${css("--font-sans")}` };
+      const font = `11px ${css("--font-sans")}`;
+      const axis = { stroke: css("--muted-foreground"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font };
       const unit = this.unit;
       this.plot = new uPlot({
         width: this.plotBox.clientWidth,
         height: this.plotBox.clientHeight,
         legend: { show: false },
-        padding: [null, HALF_A_LABEL, null, null],
+        padding: [null, halfALabel(font), null, null],
         cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
         scales: { x: { time: true }, y: { range: (_, low, high) => [0, unit === "ratio" ? Math.min(1, Math.max(0.1, high * 1.1)) : high > 0 ? high * 1.1 : 1] } },
         axes: [
