@@ -297,6 +297,7 @@ class Attempt:
         reasons = {choice.finish for choice in self.choices}
         scheduled = [choice for choice in self.choices if choice.scheduled]
         whole = all(choice.counted_by_engine for choice in self.choices)
+        now = self.host.wall()
         return UsageRecord(
             attempt_id=self.caller.attempt_id,
             request_id=self.caller.request_id,
@@ -306,8 +307,8 @@ class Attempt:
             pool=pool,
             model=self.model,
             replica=replica,
-            started_at=self.started_at,
-            finished_at=max(self.started_at, self.host.wall()),
+            started_at=min(self.caller.arrived_at or self.started_at, now),
+            finished_at=now,
             finish=str(next(reason for reason in _WORST_FIRST if reason in reasons)),
             basis=UsageBasis.ENGINE if whole else UsageBasis.COUNTED,
             prompt_tokens=sum(choice.prompt_tokens for choice in scheduled),

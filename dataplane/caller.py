@@ -14,6 +14,7 @@ import msgspec
 
 from dataplane.api_error import invalid
 from dataplane.protocol import (
+    HEADER_ARRIVED,
     HEADER_ATTEMPT,
     HEADER_FAIR_TAG,
     HEADER_KEY,
@@ -40,6 +41,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
     priority: int = 0
     fair_tag: float = 0.0
+    arrived_at: float = 0.0
+    """When the gateway had the request, Unix seconds; 0 when it did not say."""
     usage_hidden: bool = False
     """The gateway asked for the usage chunk, not the client: other chunks must not show the field."""
 
@@ -55,6 +58,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             salt=_text(headers, HEADER_SALT),
             priority=int(_number(headers, HEADER_PRIORITY, MAX_PRIORITY)),
             fair_tag=_number(headers, HEADER_FAIR_TAG, math.inf),
+            arrived_at=max(0.0, _number(headers, HEADER_ARRIVED, math.inf)),
             usage_hidden=headers.get(HEADER_USAGE) == "hidden",
         )
 

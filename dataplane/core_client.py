@@ -236,7 +236,8 @@ class CoreClient:
         steps = ((drain_s + TERMINATE_AFTER_S, process.terminate), (KILL_AFTER_S, process.kill))
         for patience, action in steps:
             try:
-                await asyncio.wait_for(asyncio.shield(process.wait()), patience)
+                async with asyncio.timeout(patience):
+                    await process.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     action()

@@ -323,7 +323,10 @@ class Window(Message, frozen=True, kw_only=True):
 
 
 class UsageRecord(Message, frozen=True, kw_only=True):
-    """One attempt's cost, kept by its producer until acknowledged and stored once by `attempt_id`."""
+    """One attempt's cost, kept by its producer until acknowledged and stored once by `attempt_id`.
+
+    `started_at` is when its request reached the gateway; the replica, when nobody told it.
+    """
 
     attempt_id: str
     request_id: str
@@ -432,6 +435,8 @@ HEADER_KEY = "x-tidegate-key"
 HEADER_SALT = "x-tidegate-salt"
 HEADER_PRIORITY = "x-tidegate-priority"
 HEADER_FAIR_TAG = "x-tidegate-fair-tag"
+HEADER_ARRIVED = "x-tidegate-arrived"
+"""When the request reached its gateway, Unix seconds: from then its price counts, whoever tells its usage."""
 HEADER_USAGE = "x-tidegate-usage"
 HEADER_REPLICA = "x-tidegate-replica"
 HEADER_REASON = "x-tidegate-reason"

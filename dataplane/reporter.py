@@ -109,7 +109,8 @@ class Reporter:
                 taken, self.failures = False, self.failures + 1
             pause = self._interval_s if taken else self._pause()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._replica.changed.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._replica.changed.wait()
 
     async def report(self) -> bool:
         """Send one report; whether it was taken. Never raises for what the other side does."""

@@ -94,12 +94,14 @@ class ReplicaServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._reporter is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reporter.report(), LAST_REPORT_S)
+                async with asyncio.timeout(LAST_REPORT_S):
+                    await self._reporter.report()
         if self._transport is not None:
             await self._transport.close()
         self._http.stop()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(http), HTTP_STOP_S)
+            async with asyncio.timeout(HTTP_STOP_S):
+                await asyncio.shield(http)
         http.cancel()
         await asyncio.gather(http, return_exceptions=True)
         await self.replica.journal.close()

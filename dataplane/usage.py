@@ -99,7 +99,8 @@ class UsageJournal:
         """Make what was written durable, group by group, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._dirty.wait(), RETRY_S if self._unwritten else None)
+                async with asyncio.timeout(RETRY_S if self._unwritten else None):
+                    await self._dirty.wait()
             self._dirty.clear()
             await self.sync()
 

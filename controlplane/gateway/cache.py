@@ -168,8 +168,8 @@ class PolicyCache(Generic[V]):
             self._reads[key] = read
             read.add_done_callback(lambda done: self._read_ended(key, done))
         try:
-            timeout = READ_TIMEOUT_S if fallback is None else KNOWN_WAIT_S
-            return await asyncio.wait_for(asyncio.shield(read), timeout)
+            async with asyncio.timeout(READ_TIMEOUT_S if fallback is None else KNOWN_WAIT_S):
+                return await asyncio.shield(read)
         except TimeoutError:
             self._postgres_failed("no answer in time")
         except CapacityError:

@@ -164,7 +164,7 @@ class Exchange:
         meter = self._gateway.meter
         assert self._wish is not None, "wishes are read with the head"
         self._gateway.dispatch.turn_away(self._grant, self._wish, request)
-        held = await meter.take(self._grant, request, self._count)
+        held = await meter.take(self._grant, request, self._count, arrived_at=self.record.at)
         try:
             await self._in_turn(held, request, send)
         finally:

@@ -50,12 +50,15 @@ class LedgerSum(Protocol):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's lease. `worst` is what it was taken for; `headers` go on the answer."""
+    """A request's lease. `worst` is what it was taken for; `headers` go on the answer. `prices` are those it was
+    reserved by, and by those it is settled: `arrived_at`, Unix seconds, says which.
+    """
 
     lease: Lease
     worst: Use = NOTHING
     headers: Headers = []
     prices: tuple[Price, ...] = ()
+    arrived_at: float = 0.0
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +80,14 @@ class _Blocked(msgspec.Struct, frozen=True):
 
 
 class _Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request uses at worst, and the fewest tokens that its prompts can have. `counted`: that is no bound, they
-    were counted.
+    """What a request that arrived at `arrived_at` uses at worst, and the fewest tokens that its prompts can have.
+    `counted`: that is no bound, they were counted.
     """
 
     worst: Use
     least_input: int
     counted: bool
+    arrived_at: float
 
     def hides(self, limits: RequestLimits, now: float) -> bool:
         """Whether the bound alone cannot tell if a prompt is longer than one may be at `now`, Unix seconds."""
@@ -128,10 +132,11 @@ class Meter:
         self._on_refused = on_refused
         self._wall = wall
 
-    async def take(self, grant: KeyGrant, request: InferenceBody, count: Count) -> Held:
-        """A lease for the worst case of `request`. Raises RateLimitedError (429) when a limit is in the way,
-        InvalidRequestError (400) when the request alone is larger than one may be, CapacityError (503) when nobody can
-        tell.
+    async def take(self, grant: KeyGrant, request: InferenceBody, count: Count, *, arrived_at: float) -> Held:
+        """A lease for the worst case of `request`, at the prices of `arrived_at` (Unix seconds).
+
+        Raises RateLimitedError (429) when a limit is in the way, InvalidRequestError (400) when the request alone is
+        larger than one may be, CapacityError (503) when nobody can tell.
         """
         tenant = await self.quotas.of(grant.tenant_id)
         limits = tenant.limits_for(grant, request.model)
@@ -139,9 +144,10 @@ class Meter:
             return Held(lease=_free(grant, self._wall()))
         context = self._fleet.context(request.model, self._assumed_context)
         estimate = _Estimate(
-            worst=self._worst(request, request.size.input_tokens(context), limits, tenant),
+            worst=self._worst(request, request.size.input_tokens(context), limits, tenant, arrived_at),
             least_input=request.size.least_input,
             counted=request.size.exact,
+            arrived_at=arrived_at,
         )
         if estimate.hides(limits, self._wall()):
             estimate = await self._counted(request, limits, tenant, estimate, count)
@@ -179,7 +185,7 @@ class Meter:
         else:
             read, cached, output = held.worst.input, 0, held.worst.output
         spent = money.Use(uncached_input=read - cached, cached_input=cached, output=output)
-        price = money.settled(held.prices, record.pool, self._wall(), spent)
+        price = money.settled(held.prices, record.pool, held.arrived_at, spent)
         return Use(input=read, uncached_input=read - cached, output=output, money=min(price, MOST))
 
     def bound(self, held: Held, request: InferenceBody) -> tuple[int, int]:
@@ -189,13 +195,15 @@ class Meter:
         context = self._fleet.context(request.model, self._assumed_context)
         return request.size.input_tokens(context), request.size.output_tokens(context)
 
-    def _worst(self, request: InferenceBody, read: int, limits: RequestLimits, tenant: TenantLimits) -> Use:
+    def _worst(
+        self, request: InferenceBody, read: int, limits: RequestLimits, tenant: TenantLimits, arrived_at: float
+    ) -> Use:
         """What the request may use at worst when its prompts have `read` tokens."""
         written = request.size.output_tokens(self._fleet.context(request.model, self._assumed_context))
         price = 0
         if limits.of_money:
             use = money.Use(uncached_input=read, output=written)
-            price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), self._wall(), use)
+            price = money.reserved(tenant.quotas.prices, self._fleet.pool_names(request.model), arrived_at, use)
         return Use(input=read, uncached_input=read, output=written, money=min(price, MOST))
 
     async def _counted(
@@ -210,8 +218,8 @@ class Meter:
         read = await count(request)
         if read is None:
             return estimate
-        worst = self._worst(request, min(read, MOST), limits, tenant)
-        return _Estimate(worst=worst, least_input=worst.input, counted=True)
+        worst = self._worst(request, min(read, MOST), limits, tenant, estimate.arrived_at)
+        return _Estimate(worst=worst, least_input=worst.input, counted=True, arrived_at=estimate.arrived_at)
 
     def _amends(
         self, estimate: _Estimate, outcome: Refused, request: InferenceBody, limits: RequestLimits, tenant: TenantLimits
@@ -219,7 +227,7 @@ class Meter:
         """Whether all that refused the bound might let the true number pass."""
         if estimate.counted:
             return False
-        least = self._worst(request, estimate.least_input, limits, tenant)
+        least = self._worst(request, estimate.least_input, limits, tenant, estimate.arrived_at)
         return all(not one.away and one.used + least.units(one.kind) <= one.limit for one in outcome.refusals)
 
     async def _try(
@@ -251,6 +259,7 @@ class Meter:
             worst=estimate.worst,
             headers=granted_headers(granted, known),
             prices=tenant.quotas.prices if limits.of_money else (),
+            arrived_at=estimate.arrived_at,
         )
 
     async def _acquire(

@@ -85,7 +85,8 @@ class PolicyFeed:
             self._set_listening(True, "")
             while not closed.is_set():
                 try:
-                    await asyncio.wait_for(closed.wait(), HEARTBEAT_S)
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await closed.wait()
                 except TimeoutError:
                     await connection.execute("SELECT 1")
             raise ConnectionError("the connection was closed")

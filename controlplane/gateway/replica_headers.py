@@ -9,6 +9,7 @@ from controlplane.gateway.body import InferenceBody
 from controlplane.gateway.record import RequestRecord
 from controlplane.tenants.schemas import KeyGrant
 from dataplane.protocol import (
+    HEADER_ARRIVED,
     HEADER_ATTEMPT,
     HEADER_FAIR_TAG,
     HEADER_KEY,
@@ -34,6 +35,7 @@ def replica_headers(
         HEADER_SALT: grant.cache_salt,
         HEADER_PRIORITY: str(priority),
         HEADER_FAIR_TAG: repr(tag),
+        HEADER_ARRIVED: repr(record.at),
     }
     if request.hide_usage:
         headers[HEADER_USAGE] = "hidden"

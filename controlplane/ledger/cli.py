@@ -73,7 +73,7 @@ def statement(client: AdminClient, *, as_json: bool, tenant: str, month: str) ->
         lines.append(("total", "", "", "", *_used(found["total"]), _money(found["total"])))
     print_table(("project", "key", "model", "pool", *_USED, "cost"), lines, empty="no usage in this month")
     if unpriced := found["total"]["unpriced_attempts"]:
-        click.echo(f"{unpriced} attempts have no price: none was in force when they finished", err=True)
+        click.echo(f"{unpriced} attempts have no price: none was in force when they arrived", err=True)
 
 
 @usage.command("export")

@@ -1,4 +1,4 @@
-"""What an attempt cost: the price in force when it finished, by the formula that leases settle by.
+"""What an attempt cost: the price in force when its request arrived, by the formula that leases settle by.
 
 Layer: service. Pure. Prices are data of the quotas domain and handed in. A cost is worked out once, when the attempt's
 row is stored, and is a part of that row: no later price changes it.
@@ -25,9 +25,9 @@ class PriceList:
             self._by_pool.setdefault(price.pool, []).append(price)
 
     def cost(self, record: UsageRecord) -> int | None:
-        """Whole micro-units, half to even; None when no price was in force when the attempt finished."""
+        """Whole micro-units, half to even; None when no price was in force when the request arrived."""
         known = (*self._by_pool.get(record.pool, ()), *self._by_pool.get("", ()))
-        price = money.price_at(known, record.pool, record.finished_at)
+        price = money.price_at(known, record.pool, record.started_at)
         if price is None:
             return None
         use = money.Use(

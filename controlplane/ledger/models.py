@@ -32,7 +32,7 @@ from controlplane.db import Base
 class UsageEntry(Base):
     """One attempt's cost, as its producer counted it; `basis` says how. One partition a day (UTC) of `finished_at`.
 
-    `cost` is in micro-units, at the price in force when the attempt finished; None when none was.
+    `cost` is in micro-units, at the price in force when the request arrived; None when none was.
     """
 
     __tablename__ = "usage_ledger"

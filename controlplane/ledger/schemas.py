@@ -25,8 +25,8 @@ class UsageDimension(enum.StrEnum):
 class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
     """What some attempts used; `prompt_tokens` are the cached and the uncached ones. Sums are exact.
 
-    `cost` is in micro-units, each attempt at the price in force when it finished; it leaves out `unpriced_attempts`,
-    for which none was.
+    `cost` is in micro-units, each attempt at the price in force when its request arrived; it leaves out
+    `unpriced_attempts`, for which none was.
     """
 
     attempts: int = 0

@@ -284,11 +284,11 @@ def _first(records: Sequence[UsageRecord]) -> dict[str, UsageRecord]:
 
 
 async def _costed(session: AsyncSession, records: Mapping[str, UsageRecord]) -> list[Costed]:
-    """What each attempt cost at the price in force when it finished. One query."""
+    """What each attempt cost at the price in force when its request arrived. One query."""
     if not records:
         return []
-    ends = [one.finished_at for one in records.values()]
-    since, until = (datetime.fromtimestamp(at, UTC) for at in (min(ends), max(ends)))
+    arrivals = [one.started_at for one in records.values()]
+    since, until = (datetime.fromtimestamp(at, UTC) for at in (min(arrivals), max(arrivals)))
     prices = PriceList(await prices_between(session, since, until + timedelta(seconds=1)))
     return [Costed(one, prices.cost(one)) for one in records.values()]
 

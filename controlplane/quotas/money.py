@@ -62,9 +62,9 @@ def price_at(prices: Iterable[Price], pool: str, at: float) -> Price | None:
     return everywhere
 
 
-def settled(prices: Iterable[Price], pool: str, finished_at: float, use: Use) -> int:
-    """What an attempt that finished at `finished_at` costs: the price in force then, half to even."""
-    return cost(price_at(prices, pool, finished_at), use)
+def settled(prices: Iterable[Price], pool: str, arrived_at: float, use: Use) -> int:
+    """What an attempt costs whose request arrived at `arrived_at`: the price in force then, half to even."""
+    return cost(price_at(prices, pool, arrived_at), use)
 
 
 def reserved(prices: Sequence[Price], pools: Iterable[str], at: float, use: Use) -> int:

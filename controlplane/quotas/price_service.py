@@ -21,7 +21,7 @@ from controlplane.quotas.views import LARGEST_RATE, PriceSpec, PriceView
 
 AMOUNTS = ("uncached_input", "cached_input", "output", "device_second")
 KEPT = timedelta(days=1)
-"""How long after its end a gateway still knows a price: for an attempt that finished in time and settles late."""
+"""How long after its end a gateway still knows a price: for a request that arrived in time and settles late."""
 
 
 async def set_price(

@@ -76,7 +76,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 class Price(msgspec.Struct, frozen=True, kw_only=True):
     """What use of a pool costs, in micro-units: per million tokens, and per second of device time.
 
-    `pool` is empty for every pool without a price of its own. It holds for attempts that finished in
+    `pool` is empty for every pool without a price of its own. It holds for requests that arrived in
     [`valid_from`, `valid_until`), Unix seconds; None is open.
     """
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -267,9 +268,9 @@ async def test_f24_a_full_line_refuses_before_quotas_are_looked_at(
         taken: list[object] = []
         take = served.gateway.meter.take
 
-        async def watched(*args: object) -> object:
+        async def watched(*args: Any, **named: Any) -> object:
             taken.append(args)
-            return await take(*args)  # type: ignore[arg-type]
+            return await take(*args, **named)
 
         monkeypatch.setattr(served.gateway.meter, "take", watched)
         waits = []

@@ -12,8 +12,10 @@ from aiohttp import web
 from msgspec import structs
 from redis.asyncio import Redis
 
+from controlplane.ledger.costing import PriceList
 from controlplane.quotas.schemas import Away, Price, QuotaKind, QuotaLevel
 from controlplane.settings import Settings
+from dataplane.protocol import HEADER_ARRIVED
 from tests.controlplane.gateway import replicas
 from tests.controlplane.gateway.harness import assert_nothing_left, route, running_gateway
 from tests.controlplane.gateway.metered import (
@@ -36,6 +38,7 @@ from tests.controlplane.gateway.metered import (
     used,
 )
 from tests.controlplane.gateway.replicas import chunk, event, fake_replica, parts
+from tests.controlplane.telemetry.reports import usage
 
 
 async def test_f2_of_two_hundred_at_once_with_room_for_one_exactly_one_passes(own: Settings) -> None:
@@ -272,6 +275,28 @@ async def test_money_is_reserved_and_settled_at_the_pools_price(own: Settings) -
         assert (await answer_of(served))[0] == 200
         await all_settled(served)
         assert await used(served, money) == 4 * 2 + 8 // 2 + 3 * 8  # micro-units
+
+
+async def test_a_price_set_while_a_request_runs_changes_neither_its_lease_nor_its_bill(own: Settings) -> None:
+    gate, now, money = Gate(), time.time(), limit(MONEY, 1_000_000)
+    amounts = {"pool": "pool-m", "uncached_input": 2_000_000, "cached_input": 500_000, "device_second": 0}
+    cheap = Price(**amounts, output=8_000_000, valid_from=0.0, valid_until=now + 2)
+    dear = Price(**amounts, output=80_000_000, valid_from=now + 2)
+    async with (
+        fake_replica(gate.behave) as replica,
+        running_gateway(own, route(replica, "r0"), limits=(money,), prices=(cheap, dear)) as served,
+    ):
+        running = await served.post(ASK_STREAM)
+        assert time.time() < now + 2, "it came before the new price"
+        await asyncio.sleep(now + 2.1 - time.time())
+        gate.open.set()
+        await running.read()
+        await all_settled(served)
+        settled = await used(served, money)
+        assert settled == 4 * 2 + 8 // 2 + 3 * 8  # micro-units
+        arrived = float(replica.seen[0].headers[HEADER_ARRIVED])
+        told = usage(pool="pool-m", started_at=arrived, prompt_tokens=12, cached_tokens=8, output_tokens=3)
+        assert PriceList([cheap, dear]).cost(told) == settled, "the ledger bills the same"
 
 
 @pytest.mark.parametrize("requests", [240, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -137,6 +137,23 @@ async def test_a_change_while_it_is_read_is_read_again(directory: QuotaDirectory
     assert await asking == 9
 
 
+@pytest.mark.parametrize("turns", range(12))
+async def test_f12_who_leaves_in_the_moment_of_the_answer_has_left(
+    directory: QuotaDirectory, store: Store, turns: int
+) -> None:
+    store.hold = asyncio.Event()
+    asking = asyncio.create_task(directory.of("acme"))
+    while not store.reads:
+        await asyncio.sleep(0)
+    store.hold.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if asking.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert turns < 11 or not asking.cancelled(), "the last one comes too late"
+
+
 async def test_f15_known_limits_go_on_without_postgres_and_unknown_ones_are_never_none(
     directory: QuotaDirectory, store: Store, clock: Clock
 ) -> None:

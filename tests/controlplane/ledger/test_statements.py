@@ -119,8 +119,14 @@ async def test_what_has_no_price_is_said_and_costs_nothing(session: AsyncSession
     await service.record(
         session,
         [
-            usage("early", tenant=tenant, finished_at=NOVEMBER + 10.0, started_at=1.0),
-            usage("late", tenant=tenant, finished_at=NOVEMBER + 1000.0, started_at=1.0, output_tokens=2_000_000),
+            usage("early", tenant=tenant, started_at=NOVEMBER + 10.0, finished_at=NOVEMBER + 600.0),
+            usage(
+                "late",
+                tenant=tenant,
+                started_at=NOVEMBER + 500.0,
+                finished_at=NOVEMBER + 1000.0,
+                output_tokens=2_000_000,
+            ),
         ],
     )
     found = await statement(session, tenant, "2023-11", now=NOW)

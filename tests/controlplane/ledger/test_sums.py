@@ -128,7 +128,7 @@ def exact_cost(prices: Sequence[Price], one: UsageRecord) -> int:
     in_force = [
         price
         for price in prices
-        if price.pool in (one.pool, "") and price.valid_from <= one.finished_at < (price.valid_until or math.inf)
+        if price.pool in (one.pool, "") and price.valid_from <= one.started_at < (price.valid_until or math.inf)
     ]
     used = max(in_force, key=lambda price: price.pool)
     tokens = (
@@ -150,7 +150,9 @@ async def all_lines(session: AsyncSession) -> AsyncIterator[UsageLine]:
             return
 
 
-async def test_money_is_each_attempt_at_the_price_when_it_finished(session: AsyncSession, rng: random.Random) -> None:
+async def test_money_is_each_attempt_at_the_price_when_its_request_arrived(
+    session: AsyncSession, rng: random.Random
+) -> None:
     noon = FIRST.timestamp() + 43_200
     prices = [
         price(uncached_input=2_000_000, output=5_000_000, until=noon),
@@ -161,8 +163,8 @@ async def test_money_is_each_attempt_at_the_price_when_it_finished(session: Asyn
         usage(
             f"a{n}",
             pool=rng.choice(["cheap", "dear"]),
-            finished_at=(finished := FIRST.timestamp() + rng.uniform(0, 200_000)),
-            started_at=finished,
+            started_at=(arrived := FIRST.timestamp() + rng.uniform(0, 200_000)),
+            finished_at=arrived + rng.uniform(0, 20_000),
             device_seconds=rng.uniform(0, 5),
             output_tokens=n,
         )
@@ -182,13 +184,14 @@ async def test_money_is_each_attempt_at_the_price_when_it_finished(session: Asyn
 
 async def test_a_new_price_changes_no_row_and_no_sum(session: AsyncSession) -> None:
     now = datetime.now(UTC)
-    at = {"started_at": 1.0, "finished_at": now.timestamp() - 1, "prompt_tokens": 0, "cached_tokens": 0}
+    at = {"started_at": now.timestamp() - 1, "prompt_tokens": 0, "cached_tokens": 0}
+    running, new = now.timestamp() + 60, datetime.now(UTC).timestamp() + 1
     dear = PriceSpec(uncached_input=1, cached_input=1, output=9_000_000, valid_from=None)
-    await service.record(session, [usage("free", output_tokens=1_000_000, **at)])
+    await service.record(session, [usage("free", output_tokens=1_000_000, finished_at=running, **at)])
     await price_service.set_price(session, dear, by="op")
-    await service.record(session, [usage("before", output_tokens=1_000_000, **at)])
-    after = {**at, "finished_at": datetime.now(UTC).timestamp() + 1}
-    await service.record(session, [usage("after", output_tokens=1_000_000, **after)])
+    await service.record(session, [usage("before", output_tokens=1_000_000, finished_at=running, **at)])
+    after = {**at, "started_at": new}
+    await service.record(session, [usage("after", output_tokens=1_000_000, finished_at=running, **after)])
     lines = {line.attempt_id: line.cost async for line in all_lines(session)}
     assert lines == {"free": None, "before": None, "after": 9_000_000}
     found = await service.sum_since(session, tenant="demo", since=now - timedelta(days=1))
@@ -204,7 +207,7 @@ def test_a_pools_own_price_goes_first_and_half_is_rounded_to_even() -> None:
     known = PriceList(prices)
 
     def cost(at: float, pool: str = "p") -> int | None:
-        return known.cost(usage(pool=pool, finished_at=at, prompt_tokens=0, cached_tokens=0, output_tokens=1))
+        return known.cost(usage(pool=pool, started_at=at, prompt_tokens=0, cached_tokens=0, output_tokens=1))
 
     assert [cost(at) for at in (10.0, 10.25, 20.0, 30.0, 30.1)] == [None, 1, 7, 7, 1]
     assert cost(25.0, "other") == 1

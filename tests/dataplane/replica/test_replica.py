@@ -20,6 +20,7 @@ import pytest
 from dataplane.generation import GenerationEndpoint
 from dataplane.intake import INLINE_CHARACTERS
 from dataplane.protocol import (
+    HEADER_ARRIVED,
     HEADER_ATTEMPT,
     HEADER_FAIR_TAG,
     HEADER_KEY,
@@ -269,6 +270,7 @@ async def test_one_record_per_attempt_with_the_gateways_identity(tmp_path: Path)
         HEADER_TENANT: "demo",
         HEADER_PROJECT: "apollo",
         HEADER_KEY: "key-9",
+        HEADER_ARRIVED: "1700000000.25",
     }
     async with serving(config) as (replica, client):
         async with client.chat(headers=headers) as answer:
@@ -279,6 +281,7 @@ async def test_one_record_per_attempt_with_the_gateways_identity(tmp_path: Path)
         (record,) = replica.journal.batch(10)
         assert (record.attempt_id, record.request_id) == ("attempt-9", "request-9")
         assert (record.tenant, record.project, record.key_id) == ("demo", "apollo", "key-9")
+        assert record.started_at == 1700000000.25 < record.finished_at
         assert (record.pool, record.replica, record.model) == ("pool", "replica-7", MODEL)
         usage = body["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (record.prompt_tokens, record.output_tokens)
@@ -289,7 +292,8 @@ async def test_one_record_per_attempt_with_the_gateways_identity(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(HEADER_ATTEMPT, "x" * 200), (HEADER_FAIR_TAG, "inf"), (HEADER_FAIR_TAG, "a")]
+    ("name", "value"),
+    [(HEADER_ATTEMPT, "x" * 200), (HEADER_FAIR_TAG, "inf"), (HEADER_FAIR_TAG, "a"), (HEADER_ARRIVED, "nan")],
 )
 async def test_headers_are_bounded(tmp_path: Path, name: str, value: str) -> None:
     async with serving(make_config(tmp_path, scripted())) as (_, client):
