@@ -25,7 +25,9 @@ from controlplane.admission.dispatch import Dispatcher, Waiting, part_of
 from controlplane.admission.patience import Patience, slices_of
 from controlplane.admission.queue import DEAD_S, SharedQueue
 from controlplane.admission.room import Room
+from controlplane.admission.scripts import script_of
 from controlplane.admission.turn_messages import Grant, Rules, Turn, TurnAnswer
+from controlplane.redis_pipe import ScriptPipe
 from dataplane.scheduling.vtc import TokenCharges
 
 FLUSH_S = 0.05
@@ -62,9 +64,9 @@ def keys_of(model: str) -> list[str]:
 class TurnScript:
     """`turn` of a model's queue inside Redis. Raises RedisError or TimeoutError when Redis does not answer in time."""
 
-    def __init__(self, redis: Redis, model: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, store: ScriptPipe | Redis, model: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         source = files("controlplane.admission").joinpath("lua_dispatch/turn.lua").read_text("utf-8")
-        self._script = redis.register_script(source)
+        self._script = script_of(store, source)
         self._keys = keys_of(model)
         self._slices = slices_of(timeout_s)
 
@@ -76,8 +78,8 @@ class TurnScript:
 
 class FairQueue:
     """The queue for the replicas of one model, whichever pools they are of, as this gateway uses it. `run` and `listen`
-    are to be kept running; both end only by cancellation. `rules` is asked for what the replicas hold now, and `wake`
-    is for when that has grown.
+    are to be kept running; both end only by cancellation. Turns go by `pipe` when there is one. `rules` is asked for
+    what the replicas hold now, and `wake` is for when that has grown.
     """
 
     def __init__(
@@ -87,13 +89,14 @@ class FairQueue:
         gateway: str,
         rules: Callable[[], Rules],
         *,
+        pipe: ScriptPipe | None = None,
         charges: TokenCharges | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._redis = redis
         self._channel = f"{keys_of(model)[0]}:{gateway}"
-        self._script = TurnScript(redis, model, timeout_s)
+        self._script = TurnScript(pipe or redis, model, timeout_s)
         self._rules = rules
         self._clock = clock
         self._dispatcher = Dispatcher(gateway, charges or TokenCharges())

@@ -30,8 +30,12 @@ class Script(Protocol):
     def __call__(self, keys: Sequence[str], args: Sequence[bytes]) -> Awaitable[Any]: ...
 
 
+def script_of(store: ScriptPipe | Redis, text: str) -> Script:
+    """A script of `store`, sent by its digest, and as text where the server does not know it."""
+    return store.script(text) if isinstance(store, ScriptPipe) else store.register_script(text)
+
+
 def register(store: ScriptPipe | Redis, clock: str | None = None) -> dict[str, Script]:
-    """Every script by name. They are sent by their digest, and as text where the server does not know it."""
+    """Every script by name."""
     head = (source("clock") if clock is None else clock) + source("core")
-    make = store.script if isinstance(store, ScriptPipe) else store.register_script
-    return {name: make(head + source(name)) for name in NAMES}
+    return {name: script_of(store, head + source(name)) for name in NAMES}

@@ -115,7 +115,10 @@ class _Parts:
         self._keys = KeyDirectory(self._load_grant, on_learned=changed.set)
         self._quotas = QuotaDirectory(self._load_tenant_quotas, on_learned=changed.set)
         self._fleet = FleetDirectory(self._load_fleet, on_view)
-        dispatch = Dispatch(resources.redis, settings, self._fleet, board, metrics=DispatchMetrics(resources.registry))
+        self._pipe = ScriptPipe(settings.redis_url)
+        dispatch = Dispatch(
+            resources.redis, self._pipe, settings, self._fleet, board, metrics=DispatchMetrics(resources.registry)
+        )
         self._slos = PolicyTable("slos", self._load_slos, dispatch.adopt_slos, on_learned=changed.set)
         self._plans = PolicyTable("share_plans", self._load_plans, dispatch.adopt_plans)
         self._prefetch_keys = Prefetch(
@@ -136,7 +139,6 @@ class _Parts:
                 self._plans,
             ],
         )
-        self._pipe = ScriptPipe(settings.redis_url)
         self._leases = Leases(self._pipe, deadline_s=settings.lease_deadline_ms / 1000, ttl_s=settings.lease_ttl_s)
         LeaseCollector(self._leases, resources.registry)
         self._loads = LoadFeed(resources.redis, self._fleet, board)
@@ -229,10 +231,10 @@ class _Parts:
             )
             await self._usage.close()
             await self._leases.close()
-            await self._pipe.close()
             await self._keys.close()
             await self._quotas.close()
             await self.gateway.close()
+            await self._pipe.close()
 
     async def _load_grant(self, key_id: str) -> KeyGrant | None:
         async with AsyncSession(self._resources.engine) as session:

@@ -27,6 +27,7 @@ from controlplane.gateway.line import Line
 from controlplane.gateway.loads import LoadBoard
 from controlplane.gateway.turns import Newly, Turn
 from controlplane.gateway.wishes import Wish
+from controlplane.redis_pipe import ScriptPipe
 from controlplane.settings import Settings
 from controlplane.slo.schemas import Slo, slo_for
 from controlplane.tenants.schemas import KeyGrant
@@ -43,6 +44,7 @@ class Dispatch:
     def __init__(
         self,
         redis: Redis,
+        pipe: ScriptPipe,
         settings: Settings,
         fleet: FleetDirectory,
         board: LoadBoard,
@@ -51,6 +53,7 @@ class Dispatch:
         rng: random.Random | None = None,
     ) -> None:
         self._redis = redis
+        self._pipe = pipe
         self._settings = settings
         self._fleet = fleet
         self._credits = Credits(settings, fleet, board)
@@ -82,6 +85,7 @@ class Dispatch:
                 raise self._fleet.no_capacity(model)
             found = self._lines[model] = Line(
                 self._redis,
+                self._pipe,
                 model,
                 pool.name,
                 self._gateway,

@@ -33,6 +33,7 @@ from controlplane.gateway.dispatch_metrics import DispatchMetrics, QueueState
 from controlplane.gateway.line_refusals import queue_full, refused, waited_out
 from controlplane.gateway.line_refusals import shed as shed_error
 from controlplane.gateway.turns import Newly, Turn
+from controlplane.redis_pipe import ScriptPipe
 
 RULES_S = 0.2
 """How long the sum of the replicas' credits is used before it is taken again."""
@@ -50,6 +51,7 @@ class Line:
     def __init__(
         self,
         redis: Redis,
+        pipe: ScriptPipe,
         model: str,
         pool: str,
         gateway: str,
@@ -63,7 +65,7 @@ class Line:
         self.model = model
         self.pool = pool
         self.pace = Pace(model)
-        self.queue = FairQueue(redis, model, gateway, self.rules)
+        self.queue = FairQueue(redis, model, gateway, self.rules, pipe=pipe)
         self.cost: StepCost | None = None
         """The pool's published step model."""
         self._weights: dict[str, float] = {}

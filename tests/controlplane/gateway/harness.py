@@ -238,7 +238,7 @@ async def running_gateway(
         request_log=RequestLog(log_path, on_dropped=metrics.log_lines_dropped.inc),
         usage=usage,
         metrics=metrics,
-        dispatch=Dispatch(redis, settings, directory, board, metrics=DispatchMetrics(registry)),
+        dispatch=Dispatch(redis, pipe, settings, directory, board, metrics=DispatchMetrics(registry)),
     )
     gateway.open()
     for model in models:
@@ -262,11 +262,11 @@ async def running_gateway(
         await asyncio.gather(renewing, return_exceptions=True)
         await usage.close()
         await leases.close()
-        await pipe.close()
         await redis.aclose()
         await quotas.close()
         await keys.close()
         await gateway.close()
+        await pipe.close()
         await redis.aclose()
 
 
