@@ -217,6 +217,50 @@ def grammar(*, model: str, only: str, json_path: Path | None) -> None:
 
 @bench.command()
 @click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Requests of a step.")
+@click.option("--history", default=4096, show_default=True, type=click.IntRange(64), help="Tokens of the long history.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Turns of each history.")
+@click.option("--forward", default="auto", show_default=True, help="How a step is run.")
+@click.option("--weights", default="auto", show_default=True, help="How weights are kept.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: the cores of this process]")
+@click.option("--seed", default=0, show_default=True, type=int, help="Of the prompts and the order of turns.")
+@json_option
+def host(
+    *,
+    model: str,
+    batch: int,
+    history: int,
+    rounds: int,
+    forward: str,
+    weights: str,
+    threads: int | None,
+    seed: int,
+    json_path: Path | None,
+) -> None:
+    """Measure what a decode step costs beside the network, and that a long history costs no more of it."""
+    from dataplane.bench.host import HostCase, run
+    from dataplane.bench.report import emit
+    from dataplane.errors import ConfigError
+    from dataplane.hardware.device import cores
+
+    case = HostCase(
+        model=model,
+        threads=threads or cores(),
+        batch=batch,
+        long=history,
+        rounds=rounds,
+        seed=seed,
+        forward=forward,
+        weights=weights,
+    )
+    try:
+        emit(run(case, lambda part: click.echo(f"{part} …", err=True)), json_path)
+    except ConfigError as error:
+        refuse(str(error))
+
+
+@bench.command()
+@click.option("--model", default="smollm2", show_default=True, help="Packaged name, GGUF file or model folder.")
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
