@@ -97,7 +97,7 @@ def _engine_options(command: Any) -> Any:
             "--forward",
             type=click.Choice(["auto", "eager", "captured"]),
             help="How a step is run: by torch, or recorded and run by kernels compiled for this machine.  "
-            "[default: auto, eager, or captured where --weights needs it]",
+            "[default: auto, captured where a compiler is found, or else eager]",
         ),
     ):
         command = option(command)

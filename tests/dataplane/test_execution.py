@@ -37,12 +37,13 @@ def chosen(path: Path, **options: str) -> Execution:
     return choose(path, ModelShape.read(path), **options)
 
 
-def test_auto_is_eager_and_captured_weights_are_a_files_own_blocks_or_float32(
+def test_auto_is_captured_and_weights_are_float32_or_a_files_own_blocks(
     floats: Path, quantised: Path, half: Path
 ) -> None:
     for path in (floats, quantised, half):
         for weights in ("auto", "float32"):
-            assert chosen(path, weights=weights) == (EAGER, WeightFormat.FLOAT32)
+            assert chosen(path, weights=weights) == (CAPTURED, WeightFormat.FLOAT32)
+        assert chosen(path, forward="eager") == (EAGER, WeightFormat.FLOAT32)
     assert chosen(floats, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
     assert chosen(half, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
     assert chosen(quantised, forward="captured") == (CAPTURED, WeightFormat.BLOCKS)

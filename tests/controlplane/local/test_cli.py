@@ -210,7 +210,7 @@ def test_doctor_finds_this_machine_and_says_what_is_wrong(tmp_path: Path) -> Non
     assert "s3cret-canary" not in done.stdout
     assert found["torch"]["found"].startswith("2.")
     assert found["attention backend"]["found"] != "none"
-    assert found["CPU kernels"]["found"].endswith("; smollm2 runs eager with float32 weights")
+    assert found["CPU kernels"]["found"].endswith("; smollm2 runs captured with float32 weights")
     assert not found["CPU kernels"]["wrong"]
     assert "cpu" in found["devices"]["found"]
     assert found["demo model"]["found"].split(",")[0].endswith(".gguf")
