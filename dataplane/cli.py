@@ -91,7 +91,7 @@ def _engine_options(command: Any) -> Any:
             "--weights",
             type=click.Choice(["auto", "float32", "blocks", "int8", "int4"]),
             help="Numbers that matrices are kept in: a quantised GGUF's own blocks, or what is made on load.  "
-            "[default: auto, float32, or with --forward captured the blocks of a quantised file]",
+            "[default: auto, the blocks of a quantised file unless run by torch, or else float32]",
         ),
         click.option(
             "--forward",

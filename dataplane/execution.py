@@ -42,8 +42,8 @@ class Execution(NamedTuple):
 
 
 def choose(path: Path, shape: ModelShape, forward: str = AUTO, weights: str = AUTO) -> Execution:
-    """`auto` is captured where the kernels can be had, and eager elsewhere. Weights are float32 unless others are
-    asked for, or captured is by name: then a quantised file's own blocks.
+    """`auto` is captured where the kernels can be had, and eager elsewhere. Captured keeps the blocks of a quantised
+    file; all other weights are float32 unless others are asked for.
 
     Raises ConfigError for what cannot be, with the reason.
     """
@@ -63,8 +63,8 @@ def choose(path: Path, shape: ModelShape, forward: str = AUTO, weights: str = AU
         asked = f"forward={forward}" if forward != AUTO else f"weights={weights}"
         raise ConfigError(f"{asked} cannot work here: {refusal}")
     if weights == AUTO:
-        blocks = forward == ForwardKind.CAPTURED and holds_blocks(path)
-        return Execution(ForwardKind.CAPTURED, WeightFormat.BLOCKS if blocks else WeightFormat.FLOAT32)
+        chosen = WeightFormat.BLOCKS if holds_blocks(path) else WeightFormat.FLOAT32
+        return Execution(ForwardKind.CAPTURED, chosen)
     if weights == WeightFormat.BLOCKS and not holds_blocks(path):
         raise ConfigError(f"weights=blocks keeps the blocks of a quantised GGUF file, and {path.name} holds none")
     if weights in (WeightFormat.INT8, WeightFormat.INT4):

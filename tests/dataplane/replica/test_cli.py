@@ -109,8 +109,6 @@ def test_generate_prints_an_answer() -> None:
         "12",
         "--threads",
         "1",
-        "--weights",
-        "float32",
     )
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
