@@ -91,13 +91,13 @@ def _engine_options(command: Any) -> Any:
             "--weights",
             type=click.Choice(["auto", "float32", "blocks", "int8", "int4"]),
             help="Numbers that matrices are kept in: a quantised GGUF's own blocks, or what is made on load.  "
-            "[default: auto, float32, or with --forward captured the blocks of a quantised file]",
+            "[default: auto, the blocks of a quantised file unless run by torch, or else float32]",
         ),
         click.option(
             "--forward",
             type=click.Choice(["auto", "eager", "captured"]),
             help="How a step is run: by torch, or recorded and run by kernels compiled for this machine.  "
-            "[default: auto, eager, or captured where --weights needs it]",
+            "[default: auto, captured where a compiler is found, or else eager]",
         ),
     ):
         command = option(command)

@@ -42,8 +42,8 @@ class Execution(NamedTuple):
 
 
 def choose(path: Path, shape: ModelShape, forward: str = AUTO, weights: str = AUTO) -> Execution:
-    """`auto` is eager in float32, and captured where other weights are asked for; of those that are captured it keeps
-    a quantised file's own blocks, or else float32.
+    """`auto` is captured where the kernels can be had, and eager elsewhere. Captured keeps the blocks of a quantised
+    file; all other weights are float32 unless others are asked for.
 
     Raises ConfigError for what cannot be, with the reason.
     """
@@ -51,12 +51,15 @@ def choose(path: Path, shape: ModelShape, forward: str = AUTO, weights: str = AU
         if value != AUTO and value not in list(kind):
             raise ConfigError(f"{option} must be one of {AUTO}, {', '.join(kind)}, got {value!r}")
     plain = weights in (AUTO, WeightFormat.FLOAT32)
-    if forward == ForwardKind.EAGER or (forward == AUTO and plain):
+    eager = Execution(ForwardKind.EAGER, WeightFormat.FLOAT32)
+    if forward == ForwardKind.EAGER:
         if not plain:
             raise ConfigError(f"forward=eager multiplies in float32 only; weights={weights} needs forward=captured")
-        return Execution(ForwardKind.EAGER, WeightFormat.FLOAT32)
+        return eager
     refusal = build.offer()
     if refusal is not None:
+        if forward == AUTO and plain:
+            return eager
         asked = f"forward={forward}" if forward != AUTO else f"weights={weights}"
         raise ConfigError(f"{asked} cannot work here: {refusal}")
     if weights == AUTO:

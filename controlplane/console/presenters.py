@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from controlplane.evidence import Evidence
 from controlplane.telemetry.schemas import Quantiles
+from dataplane.protocol import CoreReady
 
 NONE = "—"
 MICRO = 1_000_000
@@ -55,6 +56,18 @@ class QuantileRow:
     p95: Figure
     p99: Figure
     n: str
+
+
+def forward(ready: CoreReady) -> str:
+    """How a core runs its steps, and by which instruction set if by kernels of its own; empty if it is silent."""
+    return " on ".join(filter(None, (ready.forward, ready.kernel_tier)))
+
+
+def execution(ready: CoreReady | None) -> str:
+    """By which forward a core runs its steps and in which numbers it keeps its weights; empty if it is silent."""
+    if ready is None:
+        return ""
+    return " · ".join(filter(None, (forward(ready), ready.weights and f"weights in {ready.weights}")))
 
 
 def number(value: float) -> str:

@@ -52,7 +52,7 @@ def replica_card(view: ReplicaView, scoped: ScopedFigures | None) -> ReplicaCard
         pool=view.pool,
         model=view.model,
         url=view.url,
-        runs_on=f"{view.ready.device}, {view.ready.attention_backend or 'no'} attention" if view.ready else "",
+        runs_on=" · ".join(filter(None, (view.ready.device, presenters.execution(view.ready)))) if view.ready else "",
         tone=views.tone(view.state),
         reason=view.state_reason,
         since=view.state_since,
@@ -94,7 +94,7 @@ def _facts(view: ReplicaView) -> tuple[tuple[str, str], ...]:
     return (
         ("Device", ready.device),
         ("Attention", ready.attention_backend or presenters.NONE),
-        ("Forward", " on ".join(filter(None, (ready.forward, ready.kernel_tier))) or presenters.NONE),
+        ("Forward", presenters.forward(ready) or presenters.NONE),
         ("Context", f"{presenters.count(ready.max_model_len)} tokens"),
         (
             "KV pool",

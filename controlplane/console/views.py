@@ -79,6 +79,8 @@ class ScopeRow:
     has_page: bool
     probe: bool
     tone: Tone
+    execution: str
+    """How a replica runs its model; empty where it has not said."""
     requests: Figure
     prompt: Figure
     output: Figure
@@ -226,6 +228,7 @@ def _scope(row: ScopedFigures) -> ScopeRow:
         has_page=re.fullmatch(SLUG_PATTERN, row.key) is not None,
         probe=row.key == PROBE_TENANT,
         tone=tone(row.state),
+        execution=presenters.execution(row.ready),
         requests=presenters.rate(figures.request_rate),
         prompt=presenters.rate(figures.prompt_rate, "tok/s"),
         output=presenters.rate(figures.output_rate, "tok/s"),

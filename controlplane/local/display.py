@@ -29,6 +29,10 @@ TITLES = {
     "route": "route to the replica",
 }
 
+DEMO_QUESTION = "What is the capital of France? Keep it short."
+"""The demo model is sure of every token of its answer, in whichever numbers its weights are kept."""
+DEMO_TOKENS = 64
+
 
 class Display:
     """A `Progress` for a person: a spinner on a terminal, plain lines elsewhere. Use as a context manager."""
@@ -142,7 +146,8 @@ def curl_snippet(running: Running) -> str:
         "model": running.model,
         "stream": True,
         "temperature": 0,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": DEMO_TOKENS,
+        "messages": [{"role": "user", "content": DEMO_QUESTION}],
     }
     return (
         f"curl -N {running.gateway_url}/v1/chat/completions \\\n"
@@ -157,7 +162,7 @@ def python_snippet(running: Running, python: str) -> str:
         "from openai import OpenAI\n"
         f'client = OpenAI(base_url="{running.gateway_url}/v1", api_key="{running.demo.key}")\n'
         f'answer = client.chat.completions.create(model="{running.model}", temperature=0,\n'
-        '    messages=[{"role": "user", "content": "What is the capital of France?"}])\n'
+        f'    max_tokens={DEMO_TOKENS}, messages=[{{"role": "user", "content": "{DEMO_QUESTION}"}}])\n'
         "print(answer.choices[0].message.content)\n"
         "EOF"
     )

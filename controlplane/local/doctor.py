@@ -163,7 +163,7 @@ def _engine() -> Iterator[Finding]:
 
 def _kernels(seen: dict[str, Any]) -> Finding:
     """Whether the engine's own kernels can be built here. Nothing is wrong without: it runs, only slower."""
-    chosen = f"; {DEMO_MODEL} runs {seen['forward']} with {seen['weights']} weights" if "forward" in seen else ""
+    chosen = f"; {DEMO_MODEL} runs {seen['forward']}, weights in {seen['weights']}" if "forward" in seen else ""
     kernels = seen["tier"] or f"none, so that steps are run by torch: {seen['no_kernels'].rstrip('.')}"
     return Finding(subject="CPU kernels", found=f"{kernels}{chosen}")
 

@@ -104,6 +104,7 @@ def _by_replica(
             key=replica,
             label=replica,
             state=known[replica].state.value if replica in known else "",
+            ready=known[replica].ready if replica in known else None,
             figures=figures(
                 scope,
                 covered_s=covered_s,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from controlplane.evidence import Evidence
+from dataplane.protocol import CoreReady
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,11 +55,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScopedFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one replica or one tenant; `state` is a replica's."""
+    """Figures of one replica or one tenant; `state` and `ready`, what its core last said of itself, are a replica's."""
 
     key: str
     label: str
     state: str = ""
+    ready: CoreReady | None = None
     figures: Figures
 
 

@@ -37,15 +37,14 @@ def chosen(path: Path, **options: str) -> Execution:
     return choose(path, ModelShape.read(path), **options)
 
 
-def test_auto_is_eager_and_captured_weights_are_a_files_own_blocks_or_float32(
-    floats: Path, quantised: Path, half: Path
-) -> None:
+def test_auto_is_captured_and_keeps_a_files_own_blocks(floats: Path, quantised: Path, half: Path) -> None:
     for path in (floats, quantised, half):
-        for weights in ("auto", "float32"):
-            assert chosen(path, weights=weights) == (EAGER, WeightFormat.FLOAT32)
-    assert chosen(floats, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
-    assert chosen(half, forward="captured") == (CAPTURED, WeightFormat.FLOAT32)
-    assert chosen(quantised, forward="captured") == (CAPTURED, WeightFormat.BLOCKS)
+        assert chosen(path, weights="float32") == (CAPTURED, WeightFormat.FLOAT32)
+        assert chosen(path, forward="eager") == (EAGER, WeightFormat.FLOAT32)
+    for forward in ("auto", "captured"):
+        assert chosen(floats, forward=forward) == (CAPTURED, WeightFormat.FLOAT32)
+        assert chosen(half, forward=forward) == (CAPTURED, WeightFormat.FLOAT32)
+        assert chosen(quantised, forward=forward) == (CAPTURED, WeightFormat.BLOCKS)
     assert chosen(quantised, forward="captured", weights="float32") == (CAPTURED, WeightFormat.FLOAT32)
     assert chosen(quantised, weights="blocks") == (CAPTURED, WeightFormat.BLOCKS)
     assert chosen(floats, weights="int8") == (CAPTURED, WeightFormat.INT8)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLParserLimits
 
+from controlplane.local.display import DEMO_QUESTION, DEMO_TOKENS
 from dataplane.llm import DEFAULT_PARAMS, LLM, Completion
 from dataplane.protocol import EngineRequest, FinishReason, Grammar, GrammarKind, SamplingParams
 from dataplane.request import RequestError
@@ -37,6 +38,19 @@ def test_a_question_gets_its_answer(llm: LLM) -> None:
     assert completion.stop_reason is None
     assert completion.token_ids[-1] == 2
     assert llm.tokenizer.decode(completion.token_ids) == completion.text
+
+
+@pytest.mark.parametrize("weights", ["float32", "blocks", "int8"])
+def test_the_demo_question_is_no_near_tie_in_any_format(weights: str) -> None:
+    """What a newcomer pastes is answered, and ends, whichever way the demo model is run."""
+    params = SamplingParams(temperature=0.0, max_tokens=DEMO_TOKENS, logprobs=2)
+    with LLM("smollm2", weights=weights, num_blocks=64, max_model_len=256) as model:
+        (completion,) = model.chat([{"role": "user", "content": DEMO_QUESTION}], params)
+    assert completion.text == "The capital of France is Paris."
+    assert completion.finish is FinishReason.STOP
+    assert completion.logprobs is not None
+    margins = [first - second for scored in completion.logprobs for (_, first), (_, second) in [scored.top]]
+    assert min(margins) > 1
 
 
 def test_several_conversations_are_answered_in_order(llm: LLM) -> None:

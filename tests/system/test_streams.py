@@ -8,6 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from controlplane.local.display import DEMO_QUESTION
 from tests.controlplane.local.processes import wait_until
 from tests.system.product import Product, chat, session
 
@@ -47,7 +48,7 @@ async def test_the_openai_client_works_unchanged(product: Product) -> None:
         assert models == [product.model]
         answer = await client.chat.completions.create(
             model=product.model,
-            messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+            messages=[{"role": "user", "content": DEMO_QUESTION}],
             temperature=0,
             max_tokens=24,
         )
@@ -57,7 +58,7 @@ async def test_the_openai_client_works_unchanged(product: Product) -> None:
         text = ""
         stream = await client.chat.completions.create(
             model=product.model,
-            messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+            messages=[{"role": "user", "content": DEMO_QUESTION}],
             temperature=0,
             max_tokens=24,
             stream=True,

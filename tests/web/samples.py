@@ -140,7 +140,8 @@ class Reporter:
             state=state,
             ready=CoreReady(
                 boot_epoch=self._epoch, model=MODEL, max_model_len=2048, block_size=16, total_blocks=512,
-                device="cpu", attention_backend="torch", weight_bytes=138 << 20, kv_bytes=64 << 20,
+                device="cpu", attention_backend="cpu", forward="captured", kernel_tier="avx2", weights="blocks",
+                weight_bytes=92 << 20, kv_bytes=64 << 20,
             ),
             gauges=Gauges(running=running, waiting=waiting, blocks_total=512, blocks_used=used,
                           blocks_free=512 - used, block_size=16, kv_slots_empty=64),

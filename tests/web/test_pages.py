@@ -13,6 +13,7 @@ import pytest
 from controlplane.db import transaction
 from controlplane.errors import NotFoundError
 from controlplane.fleet import service as fleet
+from controlplane.local.display import DEMO_QUESTION, DEMO_TOKENS
 from controlplane.settings import Settings
 from controlplane.tenants import principals, projects
 from controlplane.tenants import service as tenants
@@ -189,8 +190,13 @@ async def test_creating_a_tenant_and_a_key_whose_text_is_shown_once(operator: De
     assert operator.settings.public_gateway_url in answer.text
     body = re.search(r"-d '([^']+)'</code>", html.unescape(answer.text))
     assert body is not None
-    question = {"role": "user", "content": "What is the capital of France?"}
-    assert json.loads(body.group(1)) == {"model": "a", "temperature": 0, "messages": [question]}
+    question = {"role": "user", "content": DEMO_QUESTION}
+    assert json.loads(body.group(1)) == {
+        "model": "a",
+        "temperature": 0,
+        "max_tokens": DEMO_TOKENS,
+        "messages": [question],
+    }
     assert 'id="keys"' in answer.text
     assert 'hx-swap-oob="true"' in answer.text
     assert answer.headers["cache-control"] == "no-store"

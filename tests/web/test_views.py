@@ -13,7 +13,7 @@ from controlplane.console.templates import WEB, Templates
 from controlplane.fleet.schemas import ReplicaView
 from controlplane.gateway.telemetry import OTHER, STRANGERS
 from controlplane.telemetry.schemas import Overview, ScopedFigures
-from dataplane.protocol import Gauges, ReplicaState
+from dataplane.protocol import CoreReady, Gauges, ReplicaState
 from tests.web.samples import EMPTY, an_overview, evidence, quantiles, series
 
 NOW = 1_790_000_000.0
@@ -94,6 +94,27 @@ def test_a_replica_card_shows_blocks_and_both_sides() -> None:
     assert (latencies["TTFT engine"], latencies["TTFT gateway"]) == ("300 ms", "400 ms")
     silent = replica_card(msgspec.structs.replace(view, gauges=None), None)
     assert (silent.kv.text, silent.running.text, silent.latencies) == ("—", "—", ())
+
+
+def a_core(**told: str) -> CoreReady:
+    return CoreReady(boot_epoch=1, model="m", max_model_len=2048, block_size=16, total_blocks=512, **told)
+
+
+def test_a_replicas_forward_and_weights_are_beside_its_name_as_far_as_it_told_them() -> None:
+    told = [
+        (
+            "r0",
+            a_core(forward="captured", kernel_tier="avx2", weights="blocks"),
+            "captured on avx2 · weights in blocks",
+        ),
+        ("r1", a_core(forward="eager", weights="float32"), "eager · weights in float32"),
+        ("r2", a_core(), ""),
+        ("r3", None, ""),
+    ]
+    rows = [ScopedFigures(key=key, label=key, ready=ready, figures=EMPTY) for key, ready, _ in told]
+    rendered = str(regions.overview_regions(Templates(), an_overview(by_replica=rows), stale_after_s=5.0)["replicas"])
+    names = re.findall(r"<code>(.*?)</code></a>(?:<small>(.*?)</small>)?</th>", rendered)
+    assert names == [(key, text) for key, _, text in told]
 
 
 def test_a_gap_in_a_sparkline_is_not_bridged() -> None:

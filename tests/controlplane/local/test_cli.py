@@ -210,7 +210,7 @@ def test_doctor_finds_this_machine_and_says_what_is_wrong(tmp_path: Path) -> Non
     assert "s3cret-canary" not in done.stdout
     assert found["torch"]["found"].startswith("2.")
     assert found["attention backend"]["found"] != "none"
-    assert found["CPU kernels"]["found"].endswith("; smollm2 runs eager with float32 weights")
+    assert found["CPU kernels"]["found"].endswith("; smollm2 runs captured, weights in blocks")
     assert not found["CPU kernels"]["wrong"]
     assert "cpu" in found["devices"]["found"]
     assert found["demo model"]["found"].split(",")[0].endswith(".gguf")
@@ -224,7 +224,7 @@ def test_doctor_says_why_there_are_no_kernels(tmp_path: Path) -> None:
     found = {finding["subject"]: finding for finding in json.loads(done.stdout)}["CPU kernels"]
     assert found["found"] == (
         "none, so that steps are run by torch: no C++ compiler was found (no-such-compiler); "
-        "smollm2 runs eager with float32 weights"
+        "smollm2 runs eager, weights in float32"
     )
     assert not found["wrong"], "the engine runs without them"
 

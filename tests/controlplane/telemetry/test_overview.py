@@ -20,7 +20,7 @@ from controlplane.telemetry.intake import store
 from controlplane.telemetry.overview import overview
 from controlplane.telemetry.schemas import Figures, Quantiles
 from controlplane.tenants.schemas import PROBE_TENANT
-from dataplane.protocol import Counters, GatewayWindow, Gauges, ReplicaState, Window, encode
+from dataplane.protocol import CoreReady, Counters, GatewayWindow, Gauges, ReplicaState, Window, encode
 from tests.controlplane.telemetry.reports import (
     BOOT,
     MODEL,
@@ -91,9 +91,20 @@ async def send(session: AsyncSession, requests: list[Request], *, at: float = NO
     await session.execute(text("UPDATE telemetry_windows SET recorded_at = to_timestamp(:at)"), {"at": at})
 
 
+CORE = CoreReady(
+    boot_epoch=BOOT,
+    model=MODEL,
+    max_model_len=2048,
+    block_size=16,
+    total_blocks=512,
+    forward="captured",
+    weights="int8",
+)
+
+
 async def two_replicas(session: AsyncSession) -> None:
     await fleet.ensure_pool(session, POOL, MODEL)
-    await store(session, [report("r1"), report("r2")], NOW)
+    await store(session, [report("r1", ready=CORE), report("r2")], NOW)
     await session.execute(text("UPDATE replicas SET last_report_at = to_timestamp(:at)"), {"at": NOW - 1})
 
 
@@ -149,6 +160,7 @@ async def test_all_figures_equal_those_computed_from_every_request(
     assert [row.key for row in found.by_replica] == ["r1", "r2"]
     for row in found.by_replica:
         assert row.state == ReplicaState.READY
+        assert row.ready == (CORE if row.key == "r1" else None)
         assert_figures(row.figures, [one for one in inside if one.replica == row.key], span_s)
     assert [row.key for row in found.by_tenant] == ["acme", "globex"]
     for row in found.by_tenant:

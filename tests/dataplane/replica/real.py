@@ -8,7 +8,7 @@ from tests.dataplane.replica.harness import (
     Client,
 )
 
-PARIS = "What is the capital of France?"
+PARIS = "What is the capital of France? Keep it short."
 CONTEXT = 512
 
 

@@ -50,16 +50,17 @@ async def test_a_stop_string_ends_the_answer_and_the_request(client: Client) -> 
     await every_block_is_free(client)
 
 
+SEA = "What does the sea look like?"
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 12}
 
 
 async def test_n_choices_are_the_samples_of_as_many_requests(client: Client) -> None:
     """The k-th draws with the seed plus k, and the prompt is computed once and charged once."""
-    async with client.chat(PARIS, n=3, seed=100, **SAMPLED) as answer:
+    async with client.chat(SEA, n=3, seed=100, **SAMPLED) as answer:
         together = json.loads(await answer.read())
     alone = []
     for seed in (100, 101, 102):
-        async with client.chat(PARIS, seed=seed, **SAMPLED) as answer:
+        async with client.chat(SEA, seed=seed, **SAMPLED) as answer:
             alone.append(json.loads(await answer.read()))
     texts = [choice["message"]["content"] for choice in together["choices"]]
     assert texts == [body["choices"][0]["message"]["content"] for body in alone]

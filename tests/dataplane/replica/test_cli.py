@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dataplane.replica.harness import client_of, command, environment, listening, replica_process
+from tests.dataplane.replica.real import PARIS
 
 
 def run(*arguments: str, token: str | None = "token", cwd: Path | None = None) -> tuple[int, str]:
@@ -103,13 +104,11 @@ def test_generate_prints_an_answer() -> None:
     arguments = command(
         "engine",
         "generate",
-        "What is the capital of France?",
+        PARIS,
         "--max-tokens",
         "12",
         "--threads",
         "1",
-        "--weights",
-        "float32",
     )
     done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr

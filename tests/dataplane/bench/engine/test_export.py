@@ -46,7 +46,7 @@ def test_every_weight_and_the_geometry_are_the_packaged_files(packaged: Path, ex
 def test_transformers_continues_it_as_ours_continues_the_file(packaged: Path, exported: Path) -> None:
     prompt = list(Prompts(load_tokenizer(packaged), 3).draw(12).ids)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    ours = LLM(packaged, max_model_len=64, num_blocks=16).generate([prompt], params)[0].token_ids
+    ours = LLM(packaged, weights="float32", max_model_len=64, num_blocks=16).generate([prompt], params)[0].token_ids
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     assert theirs.generation_config.eos_token_id is None, "it goes on for as long as it is asked"
     made = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
