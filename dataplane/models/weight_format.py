@@ -11,7 +11,7 @@ from pathlib import Path
 from dataplane.kernels.packed import Format
 from dataplane.models.gguf_file import FLOAT_KINDS, GGUFFile
 
-EIGHT_BITS = ("embed_tokens.", "lm_head.", "mlp.down_proj.", "mlp.fc2.")
+EIGHT_BITS = ("embed_tokens.", "lm_head.", "q_proj.", "k_proj.", "v_proj.", "mlp.down_proj.", "mlp.fc2.")
 """Matrices of which int4 makes int8."""
 
 
@@ -23,8 +23,8 @@ class WeightFormat(enum.StrEnum):
     """The quantised blocks of a GGUF file as they are; what the file holds in floats is float32."""
     INT8 = "int8"
     INT4 = "int4"
-    """Four bits with scale and minimum of each 32 columns; in eight the embedding, the head and what leads out of an
-    MLP, which four harm most."""
+    """Four bits with scale and minimum of each 32 columns; in eight the embedding, the head, queries, keys and values,
+    and what leads out of an MLP, which four harm most."""
 
 
 def packed_format(weights: WeightFormat, name: str) -> Format:
