@@ -132,7 +132,7 @@ async def test_f5_a_limit_that_is_not_enforced_fails_also_while_use_leaves(
 
 
 def nothing_is_enforced(patch: pytest.MonkeyPatch) -> None:
-    async def take(self: Meter, grant: Any, *_: Any) -> Held:
+    async def take(self: Meter, grant: Any, *_: Any, **__: Any) -> Held:
         return Held(lease=metering._free(grant, 0.0))
 
     patch.setattr(Meter, "take", take)
@@ -141,9 +141,9 @@ def nothing_is_enforced(patch: pytest.MonkeyPatch) -> None:
 def only_what_is_closed_is_enforced(patch: pytest.MonkeyPatch) -> None:
     real = Meter.take
 
-    async def take(self: Meter, grant: Any, request: Any, count: Any) -> Held:
+    async def take(self: Meter, grant: Any, *args: Any, **named: Any) -> Held:
         try:
-            return await real(self, grant, request, count)
+            return await real(self, grant, *args, **named)
         except refusals.RateLimitedError:
             if any(limit.hard == 0 for limit in (await self.quotas.of(grant.tenant_id)).quotas.limits):
                 raise
