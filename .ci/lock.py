@@ -65,9 +65,9 @@ def write(path: Path, heading: str, pins: dict[str, str], include: str | None = 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    runtime = closure([*project["dependencies"], *extras["client"], *BUILD, *BESIDE, *OLDER])
+    runtime = closure([*project["dependencies"], *extras["client"], *extras["parquet"], *BUILD, *BESIDE, *OLDER])
     development = closure(extras["dev"])
-    write(ROOT / "requirements.lock", "What Tidegate runs with, and the client its snippets use.", runtime)
+    write(ROOT / "requirements.lock", "What Tidegate runs with, its snippets and exports, too.", runtime)
     only_development = {name: version for name, version in development.items() if name not in runtime}
     write(
         ROOT / "requirements-dev.lock",

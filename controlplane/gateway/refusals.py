@@ -62,12 +62,7 @@ def refused(outcome: Refused) -> TidegateError:
     wait = outcome.retry_after_s
     if wait is None:
         headers["x-should-retry"] = "false"
-        return RateLimitedError(
-            f"This request alone could use {refusal.amount}, more than {limit} allows; waiting does not help. Ask for "
-            "fewer tokens (max_tokens).",
-            code=code,
-            headers=headers,
-        )
+        return RateLimitedError(_never(refusal, limit), code=code, headers=headers)
     seconds = max(1, math.ceil(wait))
     headers["retry-after"] = str(seconds)
     if not outcome.exact:
@@ -101,6 +96,17 @@ def granted_headers(granted: Granted, oversize: Iterable[Oversize]) -> Headers:
     headers += [(HEADER_WARNING.encode(), _warning(one, one.used, one.soft)) for one in granted.warnings]
     headers += [(HEADER_WARNING.encode(), _warning(one, one.amount, one.limit)) for one in oversize]
     return headers
+
+
+def _never(refusal: Refusal, limit: str) -> str:
+    """What to do about a limit that waiting cannot help with."""
+    if refusal.limit == 0:
+        return f"{limit[0].upper()}{limit[1:]} lets no request through: ask for a higher one (POST /v1/quota/requests)."
+    unit = _COUNTED[refusal.kind].partition(" per ")[0]
+    return (
+        f"This request alone could use {refusal.amount} {unit}, more than {limit} allows; waiting does not help. "
+        "Ask for fewer tokens (max_tokens)."
+    )
 
 
 def _away(refusal: Refusal, headers: dict[str, str]) -> CapacityError:

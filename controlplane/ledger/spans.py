@@ -56,7 +56,9 @@ def split(segment: Segment) -> Parts:
 def month_of(text: str, time_zone: ZoneInfo) -> Segment:
     """The calendar month "yyyy-mm" in `time_zone`, as limits have it. Raises InvalidRequestError for what is none."""
     found = _MONTH.fullmatch(text)
-    if found is None or not 1 <= int(found[2]) <= 12 or not 2000 <= int(found[1]) <= 9998:
+    if found is None:
         raise InvalidRequestError("a month has the form 2026-11", param="month")
+    if not 1 <= int(found[2]) <= 12 or not 2000 <= int(found[1]) <= 9998:
+        raise InvalidRequestError(f"there is no month {text}: they go from 2000-01 to 9998-12", param="month")
     window = windows.month_of(time_zone.key, int(found[1]), int(found[2]))
     return Segment(*(datetime.fromtimestamp(at, UTC) for at in window))

@@ -254,7 +254,7 @@ class EngineBench:
         """The load runs on the servers' cores: both sides pay for it alike. SIGTERM is Ctrl-C meanwhile."""
         before, handler = os.sched_getaffinity(0), signal.getsignal(signal.SIGTERM)
         os.sched_setaffinity(0, self._cores)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # also where Ctrl-C is ignored
         try:
             yield
         finally:

@@ -125,9 +125,20 @@ async def test_a_request_that_can_never_pass_is_not_told_to_wait(own: Settings) 
         assert (status, code) == (429, "output_tokens_per_minute_exceeded")
         assert "retry-after" not in response.headers
         assert response.headers["x-should-retry"] == "false"
+        said = (await response.json())["error"]["message"]
+        assert "could use 100 output tokens, more than the tenant's limit of 99 output tokens per minute" in said
         assert (await answer_of(served, {**CHAT, "max_tokens": 99}))[0] == 200
         assert (await answer_of(served, CHAT))[0] == 429  # it might fill the whole context
         assert len(replica.seen) == 1
+
+
+async def test_a_limit_of_nothing_does_not_ask_for_fewer_tokens(own: Settings) -> None:
+    async with fake_replica() as replica, running_gateway(own, route(replica, "r0"), limits=(limit(OUT, 0),)) as served:
+        status, _, response = await answer_of(served)
+        said = (await response.json())["error"]["message"]
+        assert status == 429
+        assert said.startswith("The tenant's limit of 0 output tokens per minute lets no request through")
+        assert "max_tokens" not in said
 
 
 async def test_above_a_soft_limit_a_request_passes_with_a_warning(own: Settings) -> None:

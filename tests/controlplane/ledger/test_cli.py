@@ -94,6 +94,7 @@ def test_usage_is_summed_billed_and_exported(served: None, tmp_path: Path) -> No
         (("export", *SPAN, "-o", str(missing)), 1, f"tidegate: cannot write {missing}: No such file or directory\n"),
         (("statement", "nobody", MONTH), 1, "tidegate: there is no tenant nobody\n"),
         (("statement", "acme", "soon"), 2, "tidegate: a month has the form 2026-11\n"),
+        (("statement", "acme", "2026-13"), 2, "tidegate: there is no month 2026-13: they go from 2000-01 to 9998-12\n"),
         (
             ("export", "--since", TODAY, "--until", TODAY, "-o", str(tmp_path / "none")),
             2,
