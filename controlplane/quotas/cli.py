@@ -45,6 +45,7 @@ def create_quota(
     """Limit TENANT by KIND. --away says what happens while Redis is away: closed, local or open."""
     made = client.call("POST", f"/tenants/{segment(tenant)}/quotas", fields, terminal.headers(idempotency_key))
     _show([made], as_json, single=True)
+    terminal.warn_unserved(client, [fields["model"]] if fields["model"] else ())
 
 
 @quota.command("list")

@@ -44,6 +44,7 @@ def set_price(
     start = valid_from.replace(tzinfo=UTC).isoformat() if valid_from else None
     made = client.call("POST", "/prices", {**amounts, "valid_from": start}, terminal.headers(idempotency_key))
     _show([made], as_json, single=True)
+    terminal.warn_unknown_pool(client, amounts["pool"])
 
 
 @price.command("list")

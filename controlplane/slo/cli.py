@@ -58,6 +58,7 @@ def create_slo(
         "enabled": not disabled,
     }
     _show([client.call("POST", "/slos", body, terminal.headers(idempotency_key))], as_json, single=True)
+    terminal.warn_unknown_pool(client, pool)
 
 
 @slo.command("list")

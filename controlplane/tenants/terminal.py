@@ -133,6 +133,16 @@ def warn_unserved(client: AdminClient, models: Sequence[str]) -> None:
             click.echo(f"served by no replica now: {', '.join(missing)}", err=True)
 
 
+def warn_unknown_pool(client: AdminClient, pool: str | None) -> None:
+    """Say that there is no `pool`: a slip, or one that is yet to come."""
+    if not pool:
+        return
+    with contextlib.suppress(AdminApiError):  # what was asked for is done and shown
+        names = sorted(one["name"] for one in client.call("GET", "/pools"))
+        if pool not in names:
+            click.echo(f"there is no pool {pool} yet; there are: {', '.join(names) or 'none'}", err=True)
+
+
 def show(
     rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]], as_json: bool, *, single: bool = False, empty: str
 ) -> None:

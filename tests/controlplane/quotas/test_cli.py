@@ -50,6 +50,8 @@ def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
     made = data("quota", "create", "acme", "tokens_per_day", "--hard", "1000", "--soft", "800", "--model", "m")
     mine = data("quota", "create", "acme", "requests_per_minute", "--hard", "5", "--key", key, "--away", "open")
     assert (mine["level"], mine["key"], mine["away"]) == ("key", key, "open")
+    slipped = run("quota", "create", "acme", "tokens_per_month", "--hard", "1", "--model", "smoll")
+    assert slipped.exit_code == 0 and "served by no replica now: smoll" in slipped.stderr
     listed = good("quota", "list", "acme")
     assert "tokens_per_day" in listed
     assert f"key {key}" in listed
@@ -71,6 +73,9 @@ def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
     price = data("price", "set", *rates)
     planned = data("price", "set", *rates, "--pool", "gpu", "--from", "2999-01-01")
     assert planned["valid_from"] == "2999-01-01T00:00:00Z"
+    slipped = run("price", "set", *rates, "--pool", "gqu", "--from", "2999-01-01")
+    assert slipped.exit_code == 0 and "there is no pool gqu yet" in slipped.stderr
+    assert "no pool" not in run("price", "set", *rates, "--from", "2999-01-02").stderr
     assert [row["id"] for row in data("price", "list", "--in-force")] == [price["id"]]
     assert "2999-01-01 00:00Z" in good("price", "list", "--pool", "gpu")
     data("price", "take-back", planned["id"])
@@ -78,6 +83,8 @@ def test_an_operator_limits_raises_prices_and_promises(key: str) -> None:
 
     slo = data("slo", "create", "--tenant", "acme", "--class", "fast", "--ttft", "500", "0.95")
     assert (slo["class"], slo["ttft_ms"], slo["ttft_share"]) == ("fast", 500, 0.95)
+    slipped = run("slo", "create", "--pool", "gqu", "--availability", "0.9")
+    assert slipped.exit_code == 0 and "there is no pool gqu yet" in slipped.stderr
     data("slo", "change", slo["id"], "--availability", "0.999", "--disable")
     assert "500 ms for 95 %" in good("slo", "list")
     assert "disabled" in good("slo", "list", "--tenant", "acme")
